@@ -1,0 +1,143 @@
+"""The shape and numerics of a Transformer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config.field import flag
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Model architecture, dropout and recomputation.
+
+    ``resolve`` in ``megatron/training/arguments.py`` replaces every None by the value it stands for; the
+    properties below give those values typed, resolved or not.
+    """
+
+    num_layers: int = flag(None)
+    """Transformer layers of the whole model."""
+    hidden_size: int = flag(None)
+    """Width of the residual stream (h)."""
+    num_attention_heads: int = flag(None)
+    """Attention heads of a layer (n)."""
+    seq_length: int = flag(None)
+    """Tokens of a training sequence (s)."""
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP (f); default 4h, or 8h/3 rounded down to a multiple of 64 with --swiglu."""
+    kv_channels: int | None = None
+    """Width of one attention head (d); default hidden size / heads."""
+    group_query_attention: bool = False
+    """Let several query heads share one key-value head."""
+    num_query_groups: int = 1
+    """Key-value heads (g) when --group-query-attention is given."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table, at least --seq-length; default --seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Share of a head's width that is rotated."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of norm before attention, before the MLP and after the last layer."""
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",))
+    """Epsilon under the root of a norm."""
+    swiglu: bool = False
+    """Gated MLP with SiLU in place of GELU."""
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    """No bias in linear layers."""
+    add_qkv_bias: bool = False
+    """A bias on the query-key-value projection even with --disable-bias-linear."""
+    qk_layernorm: bool = False
+    """Normalise every query and key head."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a matrix of its own instead of the word embeddings'."""
+    vocab_size: int | None = None
+    """True vocabulary size (v); only NullTokenizer needs it, others are checked against it."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding table is padded to a multiple of this times the tensor-parallel size."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 x layers)."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on what attention and MLP add to the residual stream."""
+    label_smoothing: float = 0.0
+    """Share of the target probability that is spread evenly over the vocabulary."""
+    recompute_granularity: Literal["full"] | None = None
+    """Keep only layer inputs and recompute the rest in the backward pass."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """uniform: units of --recompute-num-layers layers; block: only the first --recompute-num-layers layers of a
+    stage."""
+    recompute_num_layers: int | None = None
+    """Layers of one recomputed unit (uniform), or recomputed layers of a stage (block)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+            self._require(
+                name, getattr(self, name) is not None and getattr(self, name) >= 1, "must be at least 1"
+            )
+        for name in ("attention_dropout", "hidden_dropout", "label_smoothing"):
+            self._require(name, 0 <= getattr(self, name) < 1, "must lie in [0, 1)")
+        self._require("rotary_percent", 0 < self.rotary_percent <= 1, "must lie in (0, 1]")
+        self._require("num_query_groups", self.num_query_groups >= 1, "must be at least 1")
+        self._require(
+            "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1, "must be at least 1"
+        )
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} does not divide by --num-attention-heads "
+                f"{self.num_attention_heads}; change one, or give the width of a head by --kv-channels"
+            )
+        if self.num_attention_heads % self.num_kv_groups:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} does not divide by --num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
+            raise ValueError(
+                f"--seq-length {self.seq_length} is longer than --max-position-embeddings "
+                f"{self.max_position_embeddings}; raise the latter to at least {self.seq_length}"
+            )
+
+    def _require(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            value = getattr(self, name)
+            given = "is missing" if value is None else str(value)
+            raise ValueError(f"--{name.replace('_', '-')} {given}: {rule}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head (d)."""
+        return (
+            self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        )
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Key-value heads of a layer (g)."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP (f)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(self.hidden_size * 4 * 2 / 3) // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the learned position table."""
+        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Vocabulary without padding (v)."""
+        if self.vocab_size is None:
+            raise ValueError("the vocabulary size is not known yet: give --vocab-size or a tokenizer")
+        return self.vocab_size
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """Rows of the embedding table: the vocabulary padded to a multiple of the divisor times TP."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-self.true_vocab_size // multiple) * multiple

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Every check of the project: style, types, layering, all tests. Extra arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/${VENV:-.venv}/bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+ruff check .
+ruff format --check .
+mypy
+lint-imports
+python -m pytest "$@"
