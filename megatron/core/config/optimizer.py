@@ -39,6 +39,11 @@ class PrecisionConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
+                f"{self.initial_loss_scale}"
+            )
         if self.loss_scale is not None and self.loss_scale <= 0:
             raise ValueError(f"--loss-scale {self.loss_scale}: must be above 0")
 
@@ -62,7 +67,7 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count and log the zeros among the gradients."""
     skip_nan_iterations: bool = False
-    """Skip the update of an iteration whose loss or gradient is NaN or infinite, instead of ending the run."""
+    """Skip an update whose loss or gradient is NaN or infinite, instead of ending the run."""
 
     def __post_init__(self) -> None:
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
@@ -76,7 +81,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate and weight decay over the run."""
 
-    lr: float = flag(None)
+    lr: float = flag()
     """Highest learning rate."""
     min_lr: float = 0.0
     """Lowest learning rate."""
@@ -108,10 +113,12 @@ class ScheduleConfig:
     """Weight decay at the end, with --weight-decay-incr-style linear or cosine."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay goes from start to end."""
+    weight_decay_incr_samples: int | None = flag(None, cli=False)
+    """Samples over which weight decay goes from start to end: those of the whole run."""
     override_opt_param_scheduler: bool = flag(
         False, spelling="--override-opt_param-scheduler", aliases=("--override-opt-param-scheduler",)
     )
-    """On resume take the schedule from the command line, not refusing where it differs from the checkpoint's."""
+    """On resume take the schedule from the command line, even where it differs from the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         spelling="--use-checkpoint-opt_param-scheduler",
@@ -120,12 +127,14 @@ class ScheduleConfig:
     """On resume take the schedule from the checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.lr is None or self.lr < 0:
-            raise ValueError(f"--lr {'is missing' if self.lr is None else self.lr}: must be 0 or above")
+        if self.lr < 0:
+            raise ValueError(f"--lr {self.lr}: must be 0 or above")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr {self.min_lr}: must lie between 0 and --lr {self.lr}")
-        if self.lr_warmup_init > self.lr:
-            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}")
+        if not 0 <= self.lr_warmup_init <= self.lr:
+            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init}: must lie between 0 and --lr {self.lr}")
+        self._check_lengths()
+        self._check_weight_decay()
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
             raise ValueError(
                 "give the warm-up once: --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples"
@@ -133,4 +142,37 @@ class ScheduleConfig:
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+            )
+
+    def _check_lengths(self) -> None:
+        for name, least in (
+            ("lr_decay_iters", 1),
+            ("lr_decay_samples", 1),
+            ("lr_warmup_iters", 0),
+            ("lr_warmup_samples", 0),
+            ("lr_wsd_decay_iters", 0),
+            ("lr_wsd_decay_samples", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
+            raise ValueError(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must lie in [0, 1]")
+
+    def _check_weight_decay(self) -> None:
+        for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be 0 or above")
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            if {start, end} - {None, self.weight_decay}:
+                raise ValueError(
+                    f"--start-weight-decay {start} and --end-weight-decay {end} have no effect with "
+                    "--weight-decay-incr-style constant; give linear or cosine, or use --weight-decay alone"
+                )
+        elif start is None or end is None or start > end:
+            raise ValueError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs --start-weight-decay and, "
+                f"at least as large, --end-weight-decay; given are {start} and {end}"
             )

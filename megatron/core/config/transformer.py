@@ -14,13 +14,13 @@ class TransformerConfig:
     properties below give those values typed, resolved or not.
     """
 
-    num_layers: int = flag(None)
+    num_layers: int = flag()
     """Transformer layers of the whole model."""
-    hidden_size: int = flag(None)
+    hidden_size: int = flag()
     """Width of the residual stream (h)."""
-    num_attention_heads: int = flag(None)
+    num_attention_heads: int = flag()
     """Attention heads of a layer (n)."""
-    seq_length: int = flag(None)
+    seq_length: int = flag()
     """Tokens of a training sequence (s)."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP (f); default 4h, or 8h/3 rounded down to a multiple of 64 with --swiglu."""
@@ -67,23 +67,50 @@ class TransformerConfig:
     recompute_granularity: Literal["full"] | None = None
     """Keep only layer inputs and recompute the rest in the backward pass."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """uniform: units of --recompute-num-layers layers; block: only the first --recompute-num-layers layers of a
-    stage."""
+    """uniform: units of --recompute-num-layers layers; block: only the first --recompute-num-layers layers of
+    a stage."""
     recompute_num_layers: int | None = None
     """Layers of one recomputed unit (uniform), or recomputed layers of a stage (block)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            self._require(
-                name, getattr(self, name) is not None and getattr(self, name) >= 1, "must be at least 1"
-            )
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "rotary_base",
+            "recompute_num_layers",
+        ):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "must be at least 1")
         for name in ("attention_dropout", "hidden_dropout", "label_smoothing"):
             self._require(name, 0 <= getattr(self, name) < 1, "must lie in [0, 1)")
         self._require("rotary_percent", 0 < self.rotary_percent <= 1, "must lie in (0, 1]")
-        self._require("num_query_groups", self.num_query_groups >= 1, "must be at least 1")
-        self._require(
-            "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1, "must be at least 1"
-        )
+        self._require("init_method_std", self.init_method_std >= 0, "must be 0 or above")
+        self._require("norm_epsilon", self.norm_epsilon >= 0, "must be 0 or above")
+        self._check_heads()
+        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
+            raise ValueError(
+                f"--seq-length {self.seq_length} is longer than --max-position-embeddings "
+                f"{self.max_position_embeddings}; raise the latter to at least {self.seq_length}"
+            )
+        if self.recompute_granularity is None and (self.recompute_method or self.recompute_num_layers):
+            raise ValueError(
+                "--recompute-method and --recompute-num-layers have no effect without "
+                "--recompute-granularity full; add it, or leave them out"
+            )
+
+    def _check_heads(self) -> None:
+        if self.num_query_groups not in (1, self.num_attention_heads) and not self.group_query_attention:
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention; "
+                "add it"
+            )
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} does not divide by --num-attention-heads "
@@ -94,17 +121,10 @@ class TransformerConfig:
                 f"--num-attention-heads {self.num_attention_heads} does not divide by --num-query-groups "
                 f"{self.num_query_groups}"
             )
-        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
-            raise ValueError(
-                f"--seq-length {self.seq_length} is longer than --max-position-embeddings "
-                f"{self.max_position_embeddings}; raise the latter to at least {self.seq_length}"
-            )
 
     def _require(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
-            value = getattr(self, name)
-            given = "is missing" if value is None else str(value)
-            raise ValueError(f"--{name.replace('_', '-')} {given}: {rule}")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {rule}")
 
     @property
     def head_dim(self) -> int:
