@@ -19,7 +19,7 @@ import textwrap
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
@@ -89,14 +89,22 @@ class FlagParser(argparse.ArgumentParser):
         return same or abbreviated[:3] or difflib.get_close_matches(wanted, shown, n=2, cutoff=0.6)
 
 
+def launched_rank() -> int:
+    """This process's rank as its launcher says, before anything is checked; 0 where that is not known."""
+    for name in _LAUNCHED_RANK:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
 def stop_with_error(message: str) -> NoReturn:
     """End the program with one line on standard error and exit code 2; of several ranks only rank 0 says it.
 
     The other ranks meet the same error and say nothing. They leave a little later, since a launcher that sees
     a rank gone ends the rest, rank 0 and its message with them.
     """
-    rank = next((os.environ[name] for name in _LAUNCHED_RANK if name in os.environ), "0")
-    if rank.strip() in ("", "0"):
+    if launched_rank() == 0:
         sys.stderr.write(message + "\n")
         sys.stderr.flush()
     else:
@@ -204,8 +212,16 @@ def flags_of(cls: type) -> list[Flag]:
     return found
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one argument group with a flag for every field of the dataclass ``cls``."""
+def add_flags(
+    parser: argparse.ArgumentParser, cls: type, advice: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Add one argument group with a flag for every field of the dataclass ``cls``.
+
+    Args:
+        parser: what gets the group.
+        cls: the dataclass.
+        advice: for a field, what to say of a value that is none of its choices but that people try.
+    """
     group = parser.add_argument_group(cls.__name__, (cls.__doc__ or "").split("\n")[0])
     for flag in flags_of(cls):
         options: dict[str, Any] = {"dest": flag.dest, "help": _shown_help(flag)}
@@ -215,7 +231,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
         elif flag.type == "switch":
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": _CONVERTERS[flag.type], "choices": flag.choices, "nargs": flag.nargs}
+            convert = _converter(flag, (advice or {}).get(flag.dest, {}))
+            options |= {"type": convert, "choices": flag.choices, "nargs": flag.nargs}
             options["metavar"] = None if flag.choices else flag.type.upper()
         group.add_argument(*flag.spellings, **options)
 
@@ -240,6 +257,16 @@ def missing_flags(cls: type, namespace: argparse.Namespace) -> list[str]:
     return [
         flag.spellings[0] for flag in flags_of(cls) if flag.required and not hasattr(namespace, flag.dest)
     ]
+
+
+def flag_text(cls: type, name: str, value: Any) -> str:
+    """How a field's value is said on a command line, such as ``--num-layers 4`` or ``no --swiglu``."""
+    (found,) = [one for one in flags_of(cls) if one.dest == name]
+    spelling = found.spellings[0]
+    if found.type in ("switch", "off switch"):
+        return spelling if value == (found.type == "switch") else f"no {spelling}"
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"no {spelling}" if words is None else f"{spelling} {words}"
 
 
 def flag_table(sections: Iterable[type]) -> list[dict[str, Any]]:
@@ -292,13 +319,25 @@ def _shown_help(flag: Flag) -> str:
     return f"{text} (default {flag.default})"
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
+def _converter(flag: Flag, advice: Mapping[str, str]) -> Callable[[str], Any]:
+    """The function that reads one value of a flag, and says what would be valid if it can't."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = _TYPES[flag.type](text)
+        except ValueError:
+            value = None
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            article = "a whole number" if flag.type == "int" else "a finite number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {article}")
+        if flag.choices is not None and value not in flag.choices:
+            if text in advice:
+                raise argparse.ArgumentTypeError(f"{text}: {advice[text]}")
+            choices = ", ".join(map(str, flag.choices))
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {choices}")
+        return value
+
+    return convert
 
 
-_finite.__name__ = "finite number"  # argparse names the converter when it refuses a value
-
-_CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": _finite, "str": str}
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}

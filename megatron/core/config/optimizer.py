@@ -113,8 +113,6 @@ class ScheduleConfig:
     """Weight decay at the end, with --weight-decay-incr-style linear or cosine."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay goes from start to end."""
-    weight_decay_incr_samples: int | None = flag(None, cli=False)
-    """Samples over which weight decay goes from start to end: those of the whole run."""
     override_opt_param_scheduler: bool = flag(
         False, spelling="--override-opt_param-scheduler", aliases=("--override-opt-param-scheduler",)
     )
@@ -134,7 +132,10 @@ class ScheduleConfig:
         if not 0 <= self.lr_warmup_init <= self.lr:
             raise ValueError(f"--lr-warmup-init {self.lr_warmup_init}: must lie between 0 and --lr {self.lr}")
         self._check_lengths()
-        self._check_weight_decay()
+        for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be 0 or above")
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
             raise ValueError(
                 "give the warm-up once: --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples"
@@ -158,21 +159,3 @@ class ScheduleConfig:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction <= 1:
             raise ValueError(f"--lr-warmup-fraction {self.lr_warmup_fraction}: must lie in [0, 1]")
-
-    def _check_weight_decay(self) -> None:
-        for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: must be 0 or above")
-        start, end = self.start_weight_decay, self.end_weight_decay
-        if self.weight_decay_incr_style == "constant":
-            if {start, end} - {None, self.weight_decay}:
-                raise ValueError(
-                    f"--start-weight-decay {start} and --end-weight-decay {end} have no effect with "
-                    "--weight-decay-incr-style constant; give linear or cosine, or use --weight-decay alone"
-                )
-        elif start is None or end is None or start > end:
-            raise ValueError(
-                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs --start-weight-decay and, "
-                f"at least as large, --end-weight-decay; given are {start} and {end}"
-            )

@@ -1,0 +1,218 @@
+"""From a command line to the settings of a run: parsing, and filling in what follows from other settings."""
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.config import TransformerConfig, flag
+from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
+from megatron.training.checks import validate
+from megatron.training.config import RunConfig, config_sections
+from megatron.training.flags import FlagParser, add_flags, build, flag_text, launched_rank, missing_flags
+from megatron.training.foreign_flags import FOREIGN_VALUES, add_foreign_flags, judge_foreign_flags
+from megatron.training.plan import run_schedule
+
+log = logging.getLogger(__name__)
+
+_TRAINING_FIELDS = frozenset(
+    {
+        "attention_dropout",
+        "hidden_dropout",
+        "label_smoothing",
+        "init_method_std",
+        "make_vocab_size_divisible_by",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+    }
+)
+"""Fields of the model section that do not say what the model is: the command line may change them."""
+
+
+@dataclass(frozen=True)
+class _PartialModel(TransformerConfig):
+    """The model flags of a command line with --use-checkpoint-args; the checkpoint has the rest."""
+
+    given: tuple[str, ...] = flag((), cli=False)
+    """Fields whose flags were given."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: the whole is checked once the checkpoint has filled it up."""
+
+
+def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
+    """The settings that a command line gives, not yet resolved.
+
+    What cannot be run ends the program with one line from rank 0 and exit code 2. Each flag that has no
+    meaning here costs one line on rank 0.
+
+    Args:
+        argv: the command line without the program's name.
+        description: first line of ``--help``.
+    """
+    parser = _make_parser(description)
+    namespace = parser.parse_args(argv)
+    try:
+        notes = judge_foreign_flags(namespace)
+        _settle_position_embedding(namespace)
+        config = _build_sections(parser, argv, namespace)
+    except ValueError as error:
+        parser.error(str(error))
+    if launched_rank() == 0:
+        for note in notes:
+            log.warning("%s", note)
+    return config
+
+
+def resolve(
+    config: RunConfig,
+    checkpoint_config: RunConfig | None,
+    tokenizer_vocab_size: int | None,
+    world_size: int,
+) -> RunConfig:
+    """The settings with every value filled in that follows from others; a pure function.
+
+    Args:
+        config: what :func:`parse_arguments` gave.
+        checkpoint_config: the settings in the checkpoint that the run starts from, if there is one.
+        tokenizer_vocab_size: true size of the tokenizer's vocabulary, if there is a tokenizer.
+        world_size: ranks of the job.
+
+    Raises:
+        ValueError: if a value can't be worked out, or the settings do not fit together.
+    """
+    model = config.model
+    if config.checkpoint.use_checkpoint_args:
+        model = _model_of_checkpoint(model, checkpoint_config)
+    config = replace(config, model=model)
+    validate(config, world_size)
+    training, data = config.training, config.data
+    replicas = world_size // config.parallel.model_parallel_size
+    splits = data.split is None and not data.train_data_path
+    default_split = DEFAULT_MOCK_SPLIT if data.mock_data else DEFAULT_SPLIT
+    skip = config.optimizer.skip_nan_iterations or not training.check_for_nan_in_loss_and_grad
+    resolved = replace(
+        config,
+        model=_fill_model(model, tokenizer_vocab_size),
+        training=replace(
+            training, global_batch_size=training.global_batch_size or training.micro_batch_size * replicas
+        ),
+        data=replace(data, split=default_split) if splits else data,
+        optimizer=replace(config.optimizer, skip_nan_iterations=skip),
+    )
+    run_schedule(resolved, saved=None)  # refuses lengths that make no schedule
+    return resolved
+
+
+def _make_parser(description: str) -> FlagParser:
+    parser = FlagParser(description=description)
+    for section in config_sections().values():
+        add_flags(parser, section, FOREIGN_VALUES)
+    older = parser.add_argument_group("Older spellings")
+    older.add_argument(
+        "--use-rotary-position-embeddings",
+        action="store_true",
+        help="The same as --position-embedding-type rope.",
+    )
+    older.add_argument(
+        "--no-position-embedding",
+        action="store_true",
+        help="No learned positions: --position-embedding-type none, unless rotary ones are asked for.",
+    )
+    add_foreign_flags(parser)
+    return parser
+
+
+def _settle_position_embedding(namespace: argparse.Namespace) -> None:
+    """Let the older spellings of the kind of positions have their say, whatever the order of flags."""
+    kind = namespace.position_embedding_type
+    if namespace.use_rotary_position_embeddings:
+        if kind == "none":
+            raise ValueError(
+                "--use-rotary-position-embeddings and --position-embedding-type none exclude each other"
+            )
+        namespace.position_embedding_type = "rope"
+    elif namespace.no_position_embedding and kind == "learned_absolute":
+        namespace.position_embedding_type = "none"
+
+
+def _build_sections(parser: FlagParser, argv: Sequence[str], namespace: argparse.Namespace) -> RunConfig:
+    """Build every section.
+
+    Raises:
+        ValueError: naming every required flag that is missing, or the first value that is refused.
+    """
+    sections = config_sections()
+    partial = namespace.use_checkpoint_args
+    missing = [
+        spelling
+        for name, cls in sections.items()
+        if not (partial and name == "model")
+        for spelling in missing_flags(cls, namespace)
+    ]
+    if missing:
+        raise ValueError(f"required flags are missing: {', '.join(missing)}")
+    built: dict[str, Any] = {name: build(cls, namespace) for name, cls in sections.items() if name != "model"}
+    model = _partial_model(parser, argv, namespace) if partial else build(TransformerConfig, namespace)
+    return RunConfig(model=model, **built)
+
+
+def _partial_model(parser: FlagParser, argv: Sequence[str], namespace: argparse.Namespace) -> _PartialModel:
+    names = [field.name for field in dataclasses.fields(TransformerConfig)]
+    parser.set_defaults(**dict.fromkeys(names, argparse.SUPPRESS))
+    seen = parser.parse_args(argv)
+    given = {name for name in names if getattr(seen, name) != argparse.SUPPRESS}
+    if namespace.use_rotary_position_embeddings or namespace.no_position_embedding:
+        given.add("position_embedding_type")
+    values = {name: getattr(namespace, name, None) for name in names}
+    return _PartialModel(**values, given=tuple(sorted(given)))  # type: ignore[arg-type]
+
+
+def _model_of_checkpoint(model: TransformerConfig, checkpoint_config: RunConfig | None) -> TransformerConfig:
+    """The checkpoint's model, with what the command line may change.
+
+    Raises:
+        ValueError: if there is no checkpoint, or a flag asks for another model than the checkpoint's.
+    """
+    if checkpoint_config is None:
+        raise ValueError(
+            "--use-checkpoint-args: there is no checkpoint yet to take the model from; leave it out"
+        )
+    saved = checkpoint_config.model
+    assert isinstance(model, _PartialModel), "the flags were parsed with --use-checkpoint-args"
+    changed: dict[str, Any] = {}
+    for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", *model.given):
+        if name in _TRAINING_FIELDS:
+            changed[name] = getattr(model, name)
+        elif getattr(model, name) != getattr(saved, name):
+            there, here = (flag_text(TransformerConfig, name, getattr(one, name)) for one in (saved, model))
+            raise ValueError(
+                f"--use-checkpoint-args: the checkpoint has {there}, the command line {here}; leave the flag "
+                "out"
+            )
+    return replace(saved, **changed)
+
+
+def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> TransformerConfig:
+    if model.vocab_size is None and tokenizer_vocab_size is None:
+        raise ValueError(
+            "the size of the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size"
+        )
+    if None not in (model.vocab_size, tokenizer_vocab_size) and model.vocab_size != tokenizer_vocab_size:
+        raise ValueError(
+            f"the vocabulary has {model.vocab_size} tokens by --vocab-size (or the checkpoint) and "
+            f"{tokenizer_vocab_size} by the tokenizer; leave --vocab-size out, or give the right tokenizer"
+        )
+    recompute = model.recompute_granularity is not None
+    return replace(
+        model,
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=model.head_dim,
+        max_position_embeddings=model.num_positions,
+        vocab_size=model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size,
+        recompute_method=(model.recompute_method or "uniform") if recompute else None,
+        recompute_num_layers=(model.recompute_num_layers or 1) if recompute else None,
+    )

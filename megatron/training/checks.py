@@ -1,0 +1,132 @@
+"""What must fit together across the sections of a run's settings.
+
+All of it is checked before any process group is made, on every rank alike. A message names the flags, the
+numbers, and what would be valid.
+"""
+
+from megatron.core.config import TransformerConfig
+from megatron.core.datasets.blend import parse_blend
+from megatron.core.datasets.split import parse_split
+from megatron.training.config import RunConfig
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Refuse settings that cannot make a run of ``world_size`` ranks; resolved or not.
+
+    Raises:
+        ValueError: for the first thing that does not fit.
+    """
+    _check_lengths(config)
+    _check_tensor_parallel(config.model, config.parallel.tensor_model_parallel_size)
+    _check_pipeline(config.model, config.parallel.pipeline_model_parallel_size)
+    _check_world(config, world_size)
+    _check_batch(config, world_size // config.parallel.model_parallel_size)
+    _check_data(config)
+
+
+def divisors(number: int) -> str:
+    """The whole numbers that divide ``number``, as text."""
+    return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
+
+
+def _check_lengths(config: RunConfig) -> None:
+    """The run has one length, and iteration- and sample-valued flags do not mix."""
+    training, schedule = config.training, config.schedule
+    if (training.train_iters is None) == (training.train_samples is None):
+        given = "neither is given" if training.train_iters is None else "both are given"
+        raise ValueError(f"give either --train-iters or --train-samples: {given}")
+    unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(schedule, f"{stem}_{other}")
+        if value:
+            name = stem.replace("_", "-")
+            raise ValueError(
+                f"--{name}-{other} {value} does not go with --train-{unit}: give --{name}-{unit}, or count "
+                f"the run by --train-{other}"
+            )
+
+
+def _check_world(config: RunConfig, world_size: int) -> None:
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {parallel.context_parallel_size}: sequences are not divided over "
+            "ranks yet; give 1, and to save memory use --recompute-granularity full"
+        )
+    model_size = parallel.model_parallel_size
+    if world_size % model_size:
+        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        multiples = (world_size // model_size * model_size, (world_size // model_size + 1) * model_size)
+        start = " or ".join(str(size) for size in multiples if size)
+        raise ValueError(
+            f"world size {world_size} is not a multiple of --tensor-model-parallel-size {tensor} x "
+            f"--pipeline-model-parallel-size {pipeline} = {model_size}: start {start} ranks, or choose sizes "
+            f"whose product is one of {divisors(world_size)}"
+        )
+
+
+def _check_tensor_parallel(model: TransformerConfig, tensor: int) -> None:
+    heads, groups = model.num_attention_heads, model.num_kv_groups
+    if heads % tensor:
+        raise ValueError(
+            f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size {tensor}: give a "
+            f"tensor-parallel size of {divisors(heads)}, or a multiple of {tensor} heads"
+        )
+    if groups % tensor and tensor % groups:
+        sizes = [
+            one
+            for one in range(1, heads + 1)
+            if heads % one == 0 and (groups % one == 0 or one % groups == 0)
+        ]
+        raise ValueError(
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tensor}: one must divide the "
+            f"other; give a tensor-parallel size of {', '.join(map(str, sizes))}"
+        )
+    if model.ffn_size % tensor:
+        raise ValueError(
+            f"--ffn-hidden-size {model.ffn_size} does not divide by --tensor-model-parallel-size {tensor}: "
+            f"give a multiple of {tensor}, such as {-(-model.ffn_size // tensor) * tensor}"
+        )
+
+
+def _check_pipeline(model: TransformerConfig, stages: int) -> None:
+    if stages > model.num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages} is more than --num-layers {model.num_layers}: every "
+            f"stage needs a layer, so give at most {model.num_layers} stages"
+        )
+
+
+def _check_batch(config: RunConfig, replicas: int) -> None:
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    at_once = micro * replicas
+    if batch is not None and batch % at_once:
+        near = sorted({max(batch // at_once, 1) * at_once, (batch // at_once + 1) * at_once})
+        ways = [f"--global-batch-size {' or '.join(map(str, near))}"]
+        if batch % replicas == 0:
+            ways.append(f"--micro-batch-size {divisors(batch // replicas)}")
+        raise ValueError(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x data-parallel "
+            f"size {replicas} = {at_once}: give {', or one of '.join(ways)}"
+        )
+    samples = config.training.train_samples
+    if samples is not None and samples < (batch or at_once):
+        raise ValueError(
+            f"--train-samples {samples} is less than one global batch: give at least {batch or at_once}"
+        )
+
+
+def _check_data(config: RunConfig) -> None:
+    """There is training data, and its description can be read; whether the files are there is found later."""
+    data = config.data
+    if not (data.data_path or data.train_data_path or data.mock_data):
+        raise ValueError("there is nothing to train on: give --data-path, --train-data-path or --mock-data")
+    if data.split is not None and not data.data_path and not data.mock_data:
+        raise ValueError(
+            f"--split {data.split} divides what --data-path names, and --train-data-path is given instead"
+        )
+    if data.split is not None:
+        parse_split(data.split)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if getattr(data, name):
+            parse_blend(getattr(data, name), f"--{name.replace('_', '-')}")

@@ -1,0 +1,73 @@
+"""How the samples of a run are counted: batches, micro-batches, and the lengths of its schedules."""
+
+from dataclasses import dataclass
+
+from megatron.core.optimizer import ParameterSchedule, ScheduleLengths, build_schedule, resume_schedule
+from megatron.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is divided."""
+
+    global_batch_size: int
+    """Samples of one update."""
+    micro_batch_size: int
+    """Samples of one forward pass of one replica."""
+    data_parallel_size: int
+    """Replicas of the model."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward passes of one replica for one update."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
+    """The division of the global batch of a resolved config."""
+    replicas = world_size // config.parallel.model_parallel_size
+    return BatchPlan(config.global_batch_size, config.training.micro_batch_size, replicas)
+
+
+def schedule_lengths(config: RunConfig) -> ScheduleLengths:
+    """The lengths of the schedules of a resolved config, in samples.
+
+    Lengths given in iterations are multiplied by the global batch size. Where nothing else is asked for, the
+    learning rate decays over the whole run; weight decay always goes over the whole run.
+    """
+    schedule, training = config.schedule, config.training
+    decay: float
+    wsd: float | None
+    if training.train_iters is not None:
+        batch = config.global_batch_size
+        run = training.train_iters * batch
+        decay = run if schedule.lr_decay_iters is None else schedule.lr_decay_iters * batch
+        warmup: float = schedule.lr_warmup_iters * batch
+        wsd = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch
+    else:
+        assert training.train_samples is not None, "a validated config has one of the two"
+        run = training.train_samples
+        decay = run if schedule.lr_decay_samples is None else schedule.lr_decay_samples
+        warmup = schedule.lr_warmup_samples
+        wsd = schedule.lr_wsd_decay_samples
+    if schedule.lr_warmup_fraction is not None:
+        warmup = schedule.lr_warmup_fraction * decay
+    return ScheduleLengths(warmup=warmup, decay=decay, wsd=wsd, weight_decay=run)
+
+
+def run_schedule(config: RunConfig, saved: RunConfig | None) -> ParameterSchedule:
+    """The schedules of a run: its own flags', and when it resumes, in agreement with the checkpoint's.
+
+    Args:
+        config: the resolved settings of this run.
+        saved: those of the run that is resumed, or None for a run of its own.
+
+    Raises:
+        ValueError: if the flags make no schedule, or one that differs from the checkpoint's while no flag
+            says which counts.
+    """
+    own = build_schedule(config.schedule, schedule_lengths(config))
+    if saved is None:
+        return own
+    before = build_schedule(saved.schedule, schedule_lengths(saved))
+    return resume_schedule(own, before.state_dict(), config.schedule)
