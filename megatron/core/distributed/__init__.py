@@ -1,0 +1,17 @@
+"""Flat parameter and gradient storage, and the sums of gradients over ranks. Knows no layer."""
+
+from megatron.core.distributed.buffers import Bucket, ParameterBuffers, Slot, default_bucket_size
+from megatron.core.distributed.data_parallel import GradientReducer
+from megatron.core.distributed.replicas import ReplicaError, check_replicas
+from megatron.core.distributed.shared_gradients import SharedGradients
+
+__all__ = [
+    "Bucket",
+    "GradientReducer",
+    "ParameterBuffers",
+    "ReplicaError",
+    "SharedGradients",
+    "Slot",
+    "check_replicas",
+    "default_bucket_size",
+]
