@@ -1,0 +1,234 @@
+"""One update of this rank's parameters: measure, unscale, clip, apply, and write the result to the model.
+
+All of it works on the flat buckets of :class:`ParameterBuffers`, a few operations for each.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core.config import OptimizerConfig, PrecisionConfig
+from megatron.core.distributed.buffers import Bucket, ParameterBuffers
+from megatron.core.optimizer.grad_norm import (
+    GradientStatistics,
+    clip_coefficient,
+    measure_gradients,
+    parameters_norm,
+)
+from megatron.core.optimizer.grad_scaler import build_grad_scaler
+from megatron.core.optimizer.update_rules import FlatState, build_update_rule
+from megatron.core.parameter import NamedParameter
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient is NaN or infinite and no loss scaling explains it."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one call of :meth:`Optimizer.step` did; the same on all ranks."""
+
+    grad_norm: float
+    """L2 norm of the whole model's gradients before clipping, loss scale taken out."""
+    num_zeros: int | None
+    """Zeros among the gradients, with --log-num-zeros-in-grad."""
+    updated: bool
+    """Whether the weights were updated, or the step was skipped."""
+    found_inf: bool
+    """Whether a gradient was NaN or infinite."""
+
+
+class _BucketState:
+    """Main weights and moments of one bucket."""
+
+    def __init__(self, bucket: Bucket, moment_names: tuple[str, ...]) -> None:
+        self.bucket = bucket
+        # A float32 or float64 model is its own main copy.
+        self.separate = bucket.weights.dtype != bucket.gradients.dtype
+        self.main = bucket.weights.to(bucket.gradients.dtype)
+        self.moments = {name: torch.zeros_like(self.main) for name in moment_names}
+
+    def runs(self, weight_decay: bool) -> list[FlatState]:
+        """The runs of parameters that weight decay applies to, or does not."""
+        return [
+            FlatState(
+                self.main[start:stop],
+                self.bucket.gradients[start:stop],
+                {name: moment[start:stop] for name, moment in self.moments.items()},
+            )
+            for start, stop in self.bucket.decay_ranges(weight_decay)
+        ]
+
+
+class Optimizer:
+    """Float32 main weights, moments, loss scale and the update rule of this rank's parameters."""
+
+    def __init__(
+        self,
+        buffers: ParameterBuffers,
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        *,
+        model_group: ProcessGroup,
+        data_group: ProcessGroup,
+    ) -> None:
+        """Make main weights from the model's weights as they are now, and zero moments.
+
+        Args:
+            buffers: this rank's parameters and gradients.
+            config: rule and clipping.
+            precision: loss scaling.
+            model_group: ranks that hold one replica of the model together (tensor and pipeline parallel).
+            data_group: ranks that hold the same parameters.
+        """
+        self._buffers = buffers
+        self._config = config
+        self._model_group = model_group
+        self._data_group = data_group
+        self._rule = build_update_rule(config)
+        self._scaler = build_grad_scaler(precision)
+        self._buckets = [_BucketState(bucket, self._rule.moment_names) for bucket in buffers.buckets]
+        self._decay_runs = [run for state in self._buckets for run in state.runs(True)]
+        self._plain_runs = [run for state in self._buckets for run in state.runs(False)]
+        self._steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the loss by before its backward; 1 without loss scaling."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def has_main_weights(self) -> bool:
+        """Whether main weights are kept apart from the model's (a 16-bit model), and not the same storage."""
+        return any(state.separate for state in self._buckets)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, weight_decay: float) -> StepResult:
+        """Update the weights from the reduced gradients; all ranks call it together and do the same.
+
+        The gradients are scaled in place by what takes the loss scale out and clips them.
+
+        Args:
+            learning_rate: of this update.
+            weight_decay: of this update, for parameters that it applies to.
+
+        Raises:
+            NonFiniteGradientError: on all ranks, before any update, if a gradient is NaN or infinite, unless
+                the loss is scaled (the update is then skipped and the scale moves) or --skip-nan-iterations
+                is given.
+            LossScaleError: on all ranks, if too many updates in a row were skipped at the minimum loss scale.
+        """
+        scale = self.loss_scale
+        statistics = measure_gradients(
+            self._buffers,
+            self._model_group,
+            self._data_group,
+            loss_scale=scale,
+            count_zeros=self._config.log_num_zeros_in_grad,
+        )
+        if not statistics.finite:
+            self._refuse(statistics)
+        else:
+            self._update(
+                clip_coefficient(statistics.norm, self._config.clip_grad) / scale, learning_rate, weight_decay
+            )
+        if self._scaler is not None:
+            self._scaler.update(found_inf=not statistics.finite)
+        return StepResult(
+            grad_norm=statistics.norm,
+            num_zeros=statistics.num_zeros,
+            updated=statistics.finite,
+            found_inf=not statistics.finite,
+        )
+
+    def _update(self, coefficient: float, learning_rate: float, weight_decay: float) -> None:
+        if coefficient != 1:
+            for bucket in self._buffers.buckets:
+                bucket.gradients.mul_(coefficient)
+        for runs, decay in ((self._decay_runs, weight_decay), (self._plain_runs, 0.0)):
+            if runs:
+                self._rule.apply(runs, steps=self._steps, learning_rate=learning_rate, weight_decay=decay)
+        self._steps += 1
+        self.sync_model_weights()
+
+    def _refuse(self, statistics: GradientStatistics) -> None:
+        """Raise, unless a step with unusable gradients is to be skipped."""
+        if self._scaler is not None:
+            return
+        found = self._first_non_finite()
+        here = f"on this rank first in {found}" if found else "not on this rank, but on another one"
+        message = f"gradients are NaN or infinite (their norm is {statistics.norm}), {here}"
+        if not self._config.skip_nan_iterations:
+            raise NonFiniteGradientError(
+                f"{message}. The weights are still those of before this step. Lower --lr, look at this "
+                "step's data, or skip such steps with --skip-nan-iterations."
+            )
+        _LOGGER.warning("%s; this update is skipped", message)
+
+    def _first_non_finite(self) -> str | None:
+        gradients = self._buffers.gradients()
+        names = (named.name for named in self._buffers.parameters)
+        return next((name for name in names if not gradients[name].isfinite().all()), None)
+
+    @torch.no_grad()
+    def sync_model_weights(self) -> None:
+        """Copy the main weights to the model, rounded to its dtype; call it after loading main weights."""
+        for state in self._buckets:
+            if state.separate:
+                state.bucket.weights.copy_(state.main)
+
+    @torch.no_grad()
+    def load_main_from_model(self) -> None:
+        """Copy the model's weights to the main weights; call it after loading only the model's weights."""
+        for state in self._buckets:
+            if state.separate:
+                state.main.copy_(state.bucket.weights)
+
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """L2 norm of the whole model's main weights; all ranks of the model group call it together."""
+        return parameters_norm(self._buffers, [state.main for state in self._buckets], self._model_group)
+
+    def state_tensors(self) -> dict[str, list[tuple[NamedParameter, torch.Tensor]]]:
+        """Views of all optimizer tensors, each in its parameter's local shape: to save them, or to load into.
+
+        Keys are the rule's moments (``exp_avg`` and ``exp_avg_sq``, or ``momentum``) and, where
+        :attr:`has_main_weights`, ``main``; a float32 or float64 model's own weights are its main weights.
+        """
+        names = [*(["main"] if self.has_main_weights else []), *self._rule.moment_names]
+        found: dict[str, list[tuple[NamedParameter, torch.Tensor]]] = {name: [] for name in names}
+        for state in self._buckets:
+            for slot in state.bucket.slots:
+                for name in names:
+                    flat = state.main if name == "main" else state.moments[name]
+                    found[name].append((slot.named, slot.view(flat)))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scalar state as plain JSON values: successful steps, and the loss scaler's state or None."""
+        return {
+            "steps": self._steps,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from saved scalar state; a loss scaler that had none then starts anew.
+
+        Raises:
+            ValueError: if the number of steps is missing or no whole number.
+        """
+        steps = state.get("steps")
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"the optimizer state has no valid number of steps: {steps!r}")
+        self._steps = steps
+        saved = state.get("scaler")
+        if self._scaler is not None and saved is not None:
+            if not math.isfinite(saved.get("scale", 1.0)):
+                raise ValueError(f"the optimizer state has no valid loss scale: {saved}")
+            self._scaler.load_state_dict(saved)
