@@ -1,0 +1,203 @@
+"""The output layer and its loss as one function, which never holds all logits.
+
+The gradients are formed in the forward. For a block of tokens the logits are computed and turned, in place,
+into probabilities and then into their own gradient, which is multiplied at once into the gradients of the
+hidden states and of the weight; the same memory then serves the next block. Nothing is recomputed, so this
+costs the three matrix products of a plain output layer, and the elementwise passes in between are made over a
+few rows at a time, which stay in a CPU's cache.
+
+For this the weight of each token's loss has to be known in the forward: the function gives the weighted *sum*
+of losses, and the backward merely scales. Between forward and backward it keeps [s, b, h] and [v_pad/tp, h]
+elements of gradient in place of [s, b, v_pad/tp] logits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.device import elementwise_tile
+from megatron.core.tensor_parallel.cross_entropy import check_label_smoothing, combine_log_sums
+from megatron.core.tensor_parallel.vocab_shard import VocabShard
+
+BLOCK_BYTES = 2**27
+"""Most memory for a block of logits. The longer a block, the less often the weight's gradient is added to."""
+COLUMNS = 4096
+"""Columns of logits that go into one product for the weight's gradient."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup,
+    shard: VocabShard,
+    *,
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the cross entropies of ``hidden @ weight.T``, and every token's own.
+
+    forward: as :func:`vocab_parallel_cross_entropy` on the logits. backward: the gradient of ``hidden``,
+    already all-reduced, so that the caller needs no operator f; that of ``weight`` stays local.
+
+    Args:
+        hidden: [s, b, h], replicated.
+        weight: [v_pad/tp, h], sharded on dim 0.
+        labels: [s, b], replicated, tokens of the true vocabulary.
+        group: the tensor-parallel group.
+        shard: this rank's part of the vocabulary.
+        token_weights: [s, b], replicated: what each token's loss counts. None: all count 1. Tokens of weight
+            0 are left out, whatever their label: no work is done for them.
+        label_smoothing: as in :mod:`megatron.core.tensor_parallel.cross_entropy`.
+
+    Returns:
+        The weighted sum, a scalar, and the losses [s, b] (detached; 0 for tokens left out). Both replicated,
+        in float32 or the wider type of ``hidden``.
+
+    Raises:
+        ValueError: if ``weight`` is not this rank's shard, or the smoothing is out of range.
+        RuntimeError: if a label is outside the vocabulary (see :meth:`VocabShard.check`).
+    """
+    if weight.shape[0] != shard.rows:
+        raise ValueError(
+            f"the output weight has {weight.shape[0]} rows where the shard of this tensor-parallel rank has "
+            f"{shard.rows}"
+        )
+    check_label_smoothing(label_smoothing)
+    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)  # [s * b, h], [s * b]
+    row_weights = counted = None
+    if token_weights is not None:
+        row_weights = token_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+        counted = row_weights.nonzero().squeeze(1)
+        rows, row_labels, row_weights = rows[counted], row_labels[counted], row_weights[counted]
+    shard.check(row_labels, "label")
+    training = torch.is_grad_enabled()
+    plan = _Plan(
+        group, shard, label_smoothing, training and rows.requires_grad, training and weight.requires_grad
+    )
+    total, losses = _LinearCrossEntropy.apply(rows, weight, row_labels, row_weights, plan)  # type: ignore[no-untyped-call]
+    if counted is not None:
+        losses = losses.new_zeros(labels.numel()).index_copy_(0, counted, losses)
+    return total, losses.view(labels.shape)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is not a tensor."""
+
+    group: ProcessGroup
+    shard: VocabShard
+    smoothing: float
+    needs_hidden: bool
+    needs_weight: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """On flat rows: [n, h], labels [n], weights [n] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        size = _block_size(rows, plan.shard)
+        losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+        # What several blocks add up is summed in float32 at least.
+        sum_dtype = weight.dtype if size >= rows.shape[0] else losses.dtype
+        grad_rows = torch.empty_like(rows) if plan.needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if plan.needs_weight else None
+        valid = plan.shard.valid  # padding takes no probability and gets no gradient: leave it out altogether
+        buffer = rows.new_empty(size, valid)
+        works = []
+        for first in range(0, rows.shape[0], size):
+            part = slice(first, first + size)
+            x = rows[part]
+            logits = torch.mm(x, weight[:valid].t(), out=buffer[: x.shape[0]])
+            losses[part] = _logits_to_gradient(logits, labels[part], plan)
+            scale = None if weights is None else weights[part, None].to(x.dtype)
+            if grad_rows is not None:
+                own = torch.mm(logits, weight[:valid], out=grad_rows[part])
+                if scale is not None:
+                    own.mul_(scale)
+                if plan.group.size() > 1:
+                    works.append(dist.all_reduce(own, group=plan.group, async_op=True))
+            if grad_weight is not None:
+                _add_product(grad_weight[:valid], logits, x if scale is None else x * scale)
+        for work in works:
+            work.wait()
+        del buffer
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_rows, grad_weight)
+        ctx.mark_non_differentiable(losses)
+        return (losses if weights is None else losses * weights).sum(), losses
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # In place, for [v_pad/tp, h] is too large to copy; autograd refuses a second backward after this.
+        grad_rows, grad_weight = (None if kept is None else kept.mul_(gradient) for kept in ctx.saved_tensors)
+        return grad_rows, grad_weight, None, None, None
+
+
+def _block_size(rows: Tensor, shard: VocabShard) -> int:
+    """Tokens in a block: as equal blocks as they go, each within the memory allowed."""
+    # By the padded size, which is the same on every rank: all walk the same blocks.
+    whole = rows.shape[0] * shard.rows * rows.element_size()
+    blocks = max(-(-whole // BLOCK_BYTES), 1)
+    return max(-(-rows.shape[0] // blocks), 1)
+
+
+def _logits_to_gradient(logits: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
+    """Losses of a block [n]; ``logits`` [n, valid] become their own gradient, where one is needed."""
+    shard, smoothing = plan.shard, plan.smoothing
+    ids, mine = shard.local(labels)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    maximum, log_sum = logits.new_full((2, logits.shape[0]), -torch.inf, dtype=wide)
+    linear = logits.new_zeros(logits.shape[0], dtype=wide)
+    target = linear
+    if shard.valid:
+        target = logits.gather(1, ids[:, None]).squeeze(1).to(wide)
+        linear = target if mine is None else target * mine
+        if smoothing:
+            linear = (1 - smoothing) * linear
+        step = max(elementwise_tile(logits.device) // shard.valid, 1)
+        for first in range(0, logits.shape[0], step):
+            part = slice(first, first + step)
+            some = logits[part].to(wide)
+            maximum[part] = some.amax(1)
+            if smoothing:
+                linear[part] += smoothing / shard.vocab_size * some.sum(1)
+            torch.softmax(some, 1, out=some)
+            # The largest of these probabilities is 1 / sum(exp(logits - maximum)).
+            log_sum[part] = maximum[part] - some.amax(1).log()
+            if some.dtype != logits.dtype:
+                logits[part] = some
+    log_whole, linear = combine_log_sums(maximum, log_sum, linear, plan.group)
+    if shard.valid and (plan.needs_hidden or plan.needs_weight):
+        if plan.group.size() > 1:
+            logits.mul_((log_sum - log_whole).exp()[:, None])  # probabilities among the whole vocabulary
+        if smoothing:
+            logits.sub_(smoothing / shard.vocab_size)
+        # The label's entry from its logit, in full precision, as probability and 1 nearly cancel.
+        at_label = (target - log_whole).exp() - (1 - smoothing + smoothing / shard.vocab_size)
+        at_label = at_label.to(logits.dtype)[:, None]
+        if mine is not None:
+            at_label = torch.where(mine[:, None], at_label, logits.gather(1, ids[:, None]))
+        logits.scatter_(1, ids[:, None], at_label)
+    return log_whole - linear
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
+    """Add ``grad_logits.T @ rows`` to ``total`` [valid, h], some columns of the logits at a time."""
+    for first in range(0, total.shape[0], COLUMNS):
+        part = slice(first, first + COLUMNS)
+        columns = grad_logits[:, part].t()
+        if total.dtype == rows.dtype:
+            total[part].addmm_(columns, rows)
+        else:
+            total[part] += torch.mm(columns, rows)
