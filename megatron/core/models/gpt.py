@@ -1,0 +1,215 @@
+"""GPT: a causal Transformer that predicts the next token."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config import TransformerConfig
+from megatron.core.models.embedding import LanguageModelEmbedding
+from megatron.core.parameter import Placement, make_parameter
+from megatron.core.tensor_parallel import (
+    RandomStream,
+    VocabShard,
+    copy_to_tensor_parallel_region,
+    gather_from_tensor_parallel_region,
+    linear_cross_entropy,
+    vocab_facts,
+)
+from megatron.core.transformer import (
+    AttentionContext,
+    RotaryEmbedding,
+    TransformerBlock,
+    segment_mask,
+)
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""Name in the whole model of the table that tied models use as their output layer too."""
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """Which part of a model one pipeline stage holds."""
+
+    layers: range
+    """Numbers of its layers in the whole model, from 0."""
+    pre_process: bool
+    """Whether it holds the embeddings: the first stage."""
+    post_process: bool
+    """Whether it holds the final norm, the output layer and the loss: the last stage."""
+
+
+class OutputLayer(nn.Module):
+    """The matrix that turns hidden states into logits, sharded on the vocabulary over tp."""
+
+    def __init__(
+        self, config: TransformerConfig, *, group: ProcessGroup, placement: Placement, copy_of: str | None
+    ) -> None:
+        """Make ``weight`` [v_pad/tp, h].
+
+        Args:
+            config: shape of the model.
+            group: tensor-parallel group.
+            placement: format and device of the weight.
+            copy_of: name of the parameter on another stage that it copies; None for a matrix of its own.
+        """
+        super().__init__()
+        padded = config.padded_vocab_size(group.size())
+        self.shard = VocabShard.of(config.true_vocab_size, padded, group)
+        facts = vocab_facts(self.shard, config.hidden_size, config.init_method_std, copy_of)
+        self.weight = make_parameter((self.shard.rows, config.hidden_size), facts, placement)
+
+    def extra_repr(self) -> str:
+        """Local and whole size, for ``print(model)``."""
+        return f"rows={self.shard.rows} holding {self.shard.valid} of {self.shard.vocab_size} tokens"
+
+
+class GPTModel(nn.Module):
+    """One pipeline stage of a GPT (Radford et al. 2019), or all of it.
+
+    A tied model on one stage has one matrix for both ends. Over several stages the last one holds a copy,
+    whose gradient is to be added to the original's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        stage: ModelStage,
+        *,
+        group: ProcessGroup,
+        placement: Placement,
+    ) -> None:
+        """Make the stage's layers, their weights not yet filled (see ``initialize_parameters``).
+
+        Args:
+            config: shape of the whole model.
+            stage: this stage's part of it.
+            group: tensor-parallel group.
+            placement: format and device of the parameters.
+
+        Raises:
+            ValueError: if the shape does not divide over the group.
+        """
+        super().__init__()
+        self.group = group
+        self.label_smoothing = config.label_smoothing
+        self.vocab_size = config.true_vocab_size
+        self.rotary: RotaryEmbedding | None = None
+        if config.position_embedding_type == "rope":
+            self.rotary = RotaryEmbedding.for_heads(
+                config.head_dim, config.rotary_percent, config.rotary_base
+            )
+        self.embedding: LanguageModelEmbedding | None = None
+        if stage.pre_process:
+            self.embedding = LanguageModelEmbedding(config, group=group, placement=placement)
+        self.decoder = TransformerBlock(
+            config,
+            stage.layers,
+            group=group,
+            placement=placement,
+            causal=True,
+            final_norm=stage.post_process,
+        )
+        self.post_process = stage.post_process
+        self.output_layer: OutputLayer | None = None
+        untied = config.untie_embeddings_and_output_weights
+        if stage.post_process and (untied or not stage.pre_process):
+            self.output_layer = OutputLayer(
+                config, group=group, placement=placement, copy_of=None if untied else WORD_EMBEDDINGS
+            )
+
+    def forward(
+        self,
+        *,
+        tokens: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        hidden_states: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        segment_ids: torch.Tensor | None = None,
+        stream: RandomStream,
+    ) -> torch.Tensor:
+        """Run this stage on one micro-batch. Every tensor is replicated over tp.
+
+        Args:
+            tokens: [b, s], read by the first stage alone.
+            position_ids: [b, s]; None stands for 0..s-1. All stages take them (rotary positions).
+            hidden_states: [s, b, h] from the stage before, read by all stages but the first.
+            labels: [b, s], the token that each position is to predict, read by the last stage alone.
+            loss_mask: [b, s], what each token's loss counts; None counts all of them once.
+            segment_ids: [b, s]; tokens see only tokens of an equal number. None: one segment.
+            stream: of this iteration and micro-batch; dropout derives from it, the same on all stages.
+
+        Returns:
+            Before the last stage hidden states [s, b, h]. On the last one with ``labels`` the sum (not the
+            mean) of masked token losses, a scalar in at least float32; without, logits [s, b, v] of the true
+            vocabulary.
+
+        Raises:
+            ValueError: if the stage's input is missing, or a sequence is longer than the learned positions.
+        """
+        if self.embedding is not None:
+            if tokens is None:
+                raise ValueError("the first stage of a model needs tokens")
+            hidden_states = self.embedding(tokens, position_ids, stream)
+        elif hidden_states is None:
+            raise ValueError("a stage after the first needs the hidden states of the stage before")
+        context = self._attention_context(hidden_states, position_ids, segment_ids)
+        output: torch.Tensor = self.decoder(hidden_states, context, stream)
+        if not self.post_process:
+            return output
+        if labels is None:
+            return self.logits(output)
+        return self.loss_sum(output, labels, loss_mask)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scores of every true token: [s, b, h] -> [s, b, v], both replicated; one all-gather over tp."""
+        weight, _ = self._output_weight()
+        hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
+        local = F.linear(hidden_states, weight)  # [s, b, v_pad/tp]
+        return gather_from_tensor_parallel_region(local, self.group, -1)[..., : self.vocab_size]
+
+    def loss_sum(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sum of masked cross entropies of [s, b, h], replicated, without ever holding all logits.
+
+        Args:
+            hidden_states: output of the last layer, normalised.
+            labels: [b, s].
+            loss_mask: [b, s], or None.
+        """
+        weight, shard = self._output_weight()
+        total, _ = linear_cross_entropy(
+            hidden_states,
+            weight,
+            labels.t(),
+            self.group,
+            shard,
+            token_weights=None if loss_mask is None else loss_mask.t(),
+            label_smoothing=self.label_smoothing,
+        )
+        return total
+
+    def _output_weight(self) -> tuple[torch.Tensor, VocabShard]:
+        """The [v_pad/tp, h] matrix of the output, sharded on dim 0, and which tokens its rows are."""
+        if self.output_layer is not None:
+            return self.output_layer.weight, self.output_layer.shard
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight, self.embedding.word_embeddings.shard
+
+    def _attention_context(
+        self,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        segment_ids: torch.Tensor | None,
+    ) -> AttentionContext:
+        rotary = None
+        if self.rotary is not None:
+            rotary = self.rotary.angles(
+                hidden_states.size(0), position_ids, hidden_states.dtype, hidden_states.device
+            )
+        mask = None if segment_ids is None else segment_mask(segment_ids, causal=True)
+        return AttentionContext(rotary, mask)

@@ -1,0 +1,75 @@
+"""The layers of one pipeline stage."""
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config import TransformerConfig
+from megatron.core.parameter import Placement
+from megatron.core.tensor_parallel import RandomStream
+from megatron.core.transformer.attention import AttentionContext
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.recompute import recompute_units, run_layers
+
+
+class TransformerBlock(nn.Module):
+    """A run of layers and, on the last stage, the final norm.
+
+    ``layers`` is keyed by each layer's number in the whole model, so that a parameter's path is its name
+    there.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: range,
+        *,
+        group: ProcessGroup,
+        placement: Placement,
+        causal: bool,
+        final_norm: bool,
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            config: shape of the whole model.
+            layers: numbers of this stage's layers in the whole model, from 0.
+            group: tensor-parallel group.
+            placement: format and device of the parameters.
+            causal: whether a token sees only itself and earlier tokens.
+            final_norm: normalise the output of the last layer.
+
+        Raises:
+            ValueError: if the shape does not divide over the group, or recomputation lacks a method.
+        """
+        super().__init__()
+        assert 0 <= layers.start <= layers.stop <= config.num_layers, (
+            f"{layers} of {config.num_layers} layers"
+        )
+        self.units = recompute_units(config, len(layers))
+        self.layers = nn.ModuleDict(
+            {
+                str(number): TransformerLayer(config, number, group=group, placement=placement, causal=causal)
+                for number in layers
+            }
+        )
+        self.final_layernorm: nn.Module | None = None
+        if final_norm:
+            self.final_layernorm = build_norm(config, config.hidden_size, group=group, placement=placement)
+
+    def forward(
+        self, hidden_states: torch.Tensor, context: AttentionContext, stream: RandomStream
+    ) -> torch.Tensor:
+        """[s, b, h] replicated -> [s, b, h] replicated.
+
+        Args:
+            hidden_states: output of the embedding or of the stage before.
+            context: angles and mask, shared by all layers.
+            stream: of this micro-batch.
+        """
+        layers = list(self.layers.values())
+        hidden_states = run_layers(layers, self.units, hidden_states, context, stream)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states

@@ -1,0 +1,105 @@
+"""Layer norm and root-mean-square norm over the last dim."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config import TransformerConfig
+from megatron.core.parameter import Placement, make_parameter, replicated_facts
+from megatron.core.tensor_parallel import copy_to_tensor_parallel_region
+
+
+class Norm(nn.Module):
+    """What both norms have: a weight over the last dim, replicated over tp, and an epsilon."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float,
+        group: ProcessGroup,
+        placement: Placement,
+        over_local_heads: bool = False,
+    ) -> None:
+        """Make ``weight`` [size], one at first, replicated over tp.
+
+        Args:
+            size: width of the last dim.
+            epsilon: added to the mean square under the root.
+            group: tensor-parallel group.
+            placement: format and device of the parameters.
+            over_local_heads: the input is sharded over ``group`` (each rank normalises its own heads), so
+                that each rank sees only a part of a parameter's gradient; the backward then sums the parts.
+        """
+        super().__init__()
+        self.epsilon = epsilon
+        self.group = group
+        self.over_local_heads = over_local_heads
+        facts = replicated_facts((size,), group.rank(), init_fill=1.0)
+        self.weight = make_parameter((size,), facts, placement)
+
+    def _enter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter as a function on a sharded input needs it: its gradient summed over the ranks."""
+        return copy_to_tensor_parallel_region(parameter, self.group) if self.over_local_heads else parameter
+
+    def extra_repr(self) -> str:
+        """Width and epsilon, for ``print(model)``."""
+        return f"{self.weight.numel()}, epsilon={self.epsilon}"
+
+
+class RMSNorm(Norm):
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dim (Zhang and Sennrich 2019, eq. 4).
+
+    The mean is taken in at least float32 (torch's kernels do so inside).
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., size], replicated or (``over_local_heads``) sharded on a dim before the last."""
+        return F.rms_norm(hidden_states, self.weight.shape, self._enter(self.weight), self.epsilon)
+
+
+class LayerNorm(Norm):
+    """``(x - mean) / sqrt(variance + epsilon) * weight + bias`` over the last dim (Ba et al. 2016, eq. 4).
+
+    Mean and variance are taken in at least float32 (torch's kernels do so inside).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float,
+        group: ProcessGroup,
+        placement: Placement,
+        over_local_heads: bool = False,
+    ) -> None:
+        """Make ``weight`` and, zero at first, ``bias`` [size]; arguments as in :class:`Norm`."""
+        super().__init__(
+            size, epsilon=epsilon, group=group, placement=placement, over_local_heads=over_local_heads
+        )
+        self.bias = make_parameter((size,), replicated_facts((size,), group.rank()), placement)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., size], replicated or (``over_local_heads``) sharded on a dim before the last."""
+        weight, bias = self._enter(self.weight), self._enter(self.bias)
+        return F.layer_norm(hidden_states, weight.shape, weight, bias, self.epsilon)
+
+
+def build_norm(
+    config: TransformerConfig,
+    size: int,
+    *,
+    group: ProcessGroup,
+    placement: Placement,
+    over_local_heads: bool = False,
+) -> Norm:
+    """The norm that ``config.normalization`` names, over ``size`` elements."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(
+        size,
+        epsilon=config.norm_epsilon,
+        group=group,
+        placement=placement,
+        over_local_heads=over_local_heads,
+    )

@@ -1,0 +1,107 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.4.2), in the rotate-half form.
+
+Element i of a head's first half is paired with element i of its second half, as Llama's published weights
+expect; the paper pairs neighbours, which is the same up to an order of the query and key rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.tensor_parallel.mappings import apply_function
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Cosines and sines of the angles of some positions, shared by all layers.
+
+    Both are [s, b or 1, 1, r/2], r being the rotated width of a head, replicated, and in at least float32.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """The frequencies ``base^(-2i/r)`` of the first r elements of a head; the others aren't rotated."""
+
+    rotated_size: int
+    """Width that is rotated (r), an even number."""
+    base: float
+
+    @staticmethod
+    def for_heads(head_dim: int, percent: float, base: float) -> "RotaryEmbedding":
+        """Rotate the share ``percent`` of a head of ``head_dim`` elements, rounded down to an even width.
+
+        Raises:
+            ValueError: if nothing would be rotated.
+        """
+        rotated = int(head_dim * percent) // 2 * 2
+        if rotated == 0:
+            raise ValueError(
+                f"--rotary-percent {percent} of a head of {head_dim} elements leaves nothing to rotate; "
+                f"give at least {2 / head_dim:g} (heads need 2 elements or more, see --kv-channels)"
+            )
+        return RotaryEmbedding(rotated, base)
+
+    def angles(
+        self, seq_length: int, position_ids: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> RotaryAngles:
+        """Cosines and sines for a sequence.
+
+        Args:
+            seq_length: s; the positions are 0..s-1 unless ``position_ids`` are given.
+            position_ids: [b, s], replicated, or None.
+            dtype: format of the activations; the angles are in at least float32.
+            device: where to.
+        """
+        exact = torch.promote_types(dtype, torch.float32)
+        exponents = torch.arange(0, self.rotated_size, 2, dtype=exact, device=device) / self.rotated_size
+        frequencies = self.base**-exponents  # [r/2]
+        if position_ids is None:
+            positions = torch.arange(seq_length, device=device).unsqueeze(1)  # [s, 1]
+        else:
+            positions = position_ids.t()  # [s, b]
+        angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(2)  # [s, b or 1, 1, r/2]
+        return RotaryAngles(angles.cos(), angles.sin())
+
+
+def apply_rotary(heads: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
+    """Turn every pair of elements of every head by its position's angle.
+
+    Args:
+        heads: [s, b, n, d], replicated or sharded on dim 2 over tp.
+        angles: of the same positions.
+
+    Returns:
+        The same shape and layout, contiguous.
+    """
+    return apply_function(_Rotate, heads, angles.cos, angles.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """forward: turn by the angle. backward: turn by its negative. Keeps nothing but the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin), None, None
+
+
+def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.size(-1)
+    first, second, rest = heads.tensor_split((half, 2 * half), dim=-1)
+    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    # Products with cos and sin are in their format (at least float32); the assignment rounds once.
+    out[..., :half] = torch.addcmul(first * cos, second, sin, value=-1)
+    out[..., half : 2 * half] = torch.addcmul(second * cos, first, sin)
+    if rest.size(-1):
+        out[..., 2 * half :] = rest
+    return out
