@@ -43,6 +43,21 @@ class _PartialModel(TransformerConfig):
         """Check nothing: the whole is checked once the checkpoint has filled it up."""
 
 
+@dataclass(frozen=True)
+class OlderSpellings:
+    """Flags that say what another flag says too."""
+
+    use_rotary_position_embeddings: bool = False
+    """The same as --position-embedding-type rope."""
+    add_position_embedding: bool = flag(True, off="--no-position-embedding")
+    """No learned positions: --position-embedding-type none, unless rotary ones are asked for."""
+
+
+def flag_sections() -> list[type]:
+    """The dataclasses whose fields are the flags of a run, in the order of ``--help``."""
+    return [*config_sections().values(), OlderSpellings]
+
+
 def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
     """The settings that a command line gives, not yet resolved.
 
@@ -109,19 +124,8 @@ def resolve(
 
 def _make_parser(description: str) -> FlagParser:
     parser = FlagParser(description=description)
-    for section in config_sections().values():
+    for section in flag_sections():
         add_flags(parser, section, FOREIGN_VALUES)
-    older = parser.add_argument_group("Older spellings")
-    older.add_argument(
-        "--use-rotary-position-embeddings",
-        action="store_true",
-        help="The same as --position-embedding-type rope.",
-    )
-    older.add_argument(
-        "--no-position-embedding",
-        action="store_true",
-        help="No learned positions: --position-embedding-type none, unless rotary ones are asked for.",
-    )
     add_foreign_flags(parser)
     return parser
 
@@ -135,7 +139,7 @@ def _settle_position_embedding(namespace: argparse.Namespace) -> None:
                 "--use-rotary-position-embeddings and --position-embedding-type none exclude each other"
             )
         namespace.position_embedding_type = "rope"
-    elif namespace.no_position_embedding and kind == "learned_absolute":
+    elif not namespace.add_position_embedding and kind == "learned_absolute":
         namespace.position_embedding_type = "none"
 
 
@@ -165,7 +169,7 @@ def _partial_model(parser: FlagParser, argv: Sequence[str], namespace: argparse.
     parser.set_defaults(**dict.fromkeys(names, argparse.SUPPRESS))
     seen = parser.parse_args(argv)
     given = {name for name in names if getattr(seen, name) != argparse.SUPPRESS}
-    if namespace.use_rotary_position_embeddings or namespace.no_position_embedding:
+    if namespace.use_rotary_position_embeddings or not namespace.add_position_embedding:
         given.add("position_embedding_type")
     values = {name: getattr(namespace, name, None) for name in names}
     return _PartialModel(**values, given=tuple(sorted(given)))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -86,7 +87,10 @@ class FlagParser(argparse.ArgumentParser):
         wanted = "--" + name.lstrip("-").replace("_", "-").lower()
         same = [option for option in shown if option.replace("_", "-") == wanted]
         abbreviated = [option for option in shown if option.startswith(wanted)]
-        return same or abbreviated[:3] or difflib.get_close_matches(wanted, shown, n=2, cutoff=0.6)
+        if same or abbreviated:
+            return same or abbreviated[:3]
+        stems = difflib.get_close_matches(wanted[2:], [option[2:] for option in shown], n=2, cutoff=0.6)
+        return [f"--{stem}" for stem in stems]
 
 
 def launched_rank() -> int:
@@ -179,7 +183,8 @@ class Flag:
         return self.default is dataclasses.MISSING
 
 
-def flags_of(cls: type) -> list[Flag]:
+@functools.cache
+def flags_of(cls: type) -> tuple[Flag, ...]:
     """Every flag of a dataclass, in order of its fields.
 
     Raises:
@@ -209,7 +214,7 @@ def flags_of(cls: type) -> list[Flag]:
                 help=help_text[field.name],
             )
         )
-    return found
+    return tuple(found)
 
 
 def add_flags(
@@ -243,12 +248,13 @@ def build(cls: type[T], namespace: argparse.Namespace) -> T:
     Raises:
         ValueError: if a required flag is missing, or the dataclass refuses a value.
     """
-    missing = missing_flags(cls, namespace)
+    section: type = cls
+    missing = missing_flags(section, namespace)
     if missing:
         raise ValueError(
             f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'} a value"
         )
-    values = {flag.dest: getattr(namespace, flag.dest) for flag in flags_of(cls)}
+    values = {flag.dest: getattr(namespace, flag.dest) for flag in flags_of(section)}
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 

@@ -61,7 +61,8 @@ def _connect(world: World, seconds: float) -> Store:
         if world.hosts_store and "in use" in str(error).lower():
             raise RendezvousError(
                 f"rank {world.rank} cannot open port {world.port}: another process has it. Either two "
-                f"processes have rank {world.rank}, or another job runs here; then set MASTER_PORT to a free port"
+                f"processes have rank {world.rank}, or another job runs here; then set MASTER_PORT to a free "
+                "port"
             ) from None
         raise RendezvousError(f"{_nowhere_to_meet(world)}: {_first_line(error)}") from None
 
@@ -83,8 +84,8 @@ def _await_port(world: World, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"{_nowhere_to_meet(world)} within {seconds:g} s ({error.strerror or error}): is the first "
-                    f"rank of {world.world_size} running there?"
+                    f"{_nowhere_to_meet(world)} within {seconds:g} s ({error.strerror or error}): is the "
+                    f"first rank of {world.world_size} running there?"
                 ) from None
             time.sleep(_POLL_SECONDS)
         else:
