@@ -73,7 +73,9 @@ def linear_cross_entropy(
     if token_weights is not None:
         row_weights = token_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
         counted = row_weights.nonzero().squeeze(1)
-        rows, row_labels, row_weights = rows[counted], row_labels[counted], row_weights[counted]
+        if counted.numel() < labels.numel():
+            rows, row_labels = rows.index_select(0, counted), row_labels[counted]
+            row_weights = row_weights[counted]
     shard.check(row_labels, "label")
     training = torch.is_grad_enabled()
     plan = _Plan(

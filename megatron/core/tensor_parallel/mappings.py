@@ -103,9 +103,9 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group
 
 def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     x = x.contiguous()
-    gathered = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(gathered, x, group=group)
-    return torch.cat(gathered.unbind(0), dim=dim)
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_single(gathered, x, group=group)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(group.size()), dim=dim)
 
 
 def _own_slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
