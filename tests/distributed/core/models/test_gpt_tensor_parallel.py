@@ -1,0 +1,191 @@
+"""GPT over 2 and 4 tensor-parallel ranks against plain float64 algebra, and what it communicates."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.models import ModelStage
+from megatron.core.parameter import named_parameters
+from megatron.core.tensor_parallel import RandomStream, initialize_parameters
+from megatron.core.transformer import (
+    AttentionContext,
+    RotaryEmbedding,
+    SelfAttention,
+    TransformerLayer,
+    dropout,
+)
+from tests.distributed.core.models.collectives import recorded_collectives
+from tests.harness import make_state, run_ranks
+from tests.unit.core.models import dense_gpt
+from tests.unit.core.models.shapes import (
+    FLOAT64,
+    STREAM,
+    batch,
+    build,
+    gpt2_shape,
+    llama_shape,
+    true_weights,
+)
+
+SHAPES = {
+    "gpt2": gpt2_shape(label_smoothing=0.1),
+    "gpt2_qk_norm": gpt2_shape(qk_layernorm=True, untie_embeddings_and_output_weights=True),
+    "llama": llama_shape(add_qkv_bias=True, qk_layernorm=True),
+    "llama_one_group_tied": llama_shape(
+        num_query_groups=1, add_bias_linear=True, untie_embeddings_and_output_weights=False
+    ),
+    # Three tokens padded to 4 or 8 leave ranks with one true token or none.
+    "tiny_vocabulary": gpt2_shape(vocab_size=3, make_vocab_size_divisible_by=2),
+}
+
+
+def _whole_gradient(named, group):
+    """The gradient of the whole parameter: pieces of all ranks, added where several hold partial sums."""
+    facts, grad = named.facts, named.parameter.grad
+    if not facts.split and facts.global_shape == tuple(grad.shape):
+        return grad
+    whole = torch.zeros(facts.global_shape, dtype=grad.dtype)
+    for piece in facts.pieces:
+        rows = grad.narrow(facts.dim, piece.local, piece.length)
+        whole.narrow(facts.dim, piece.start, piece.length).add_(rows)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _assert_close(actual, expected, bound, what):
+    # Not torch.testing.assert_close, whose first call on every rank imports 800 modules.
+    assert actual.shape == expected.shape, what
+    assert (actual - expected).abs().max() <= bound, what
+
+
+def _compare_with_dense(tp, names):
+    group = make_state(tp=tp).group("tp")
+    for name in names:
+        config = SHAPES[name]
+        weights = true_weights(build(config))
+        model, data = build(config, group=group), batch(config)
+        expected_logits = dense_gpt.logits(config, weights, data["tokens"]).transpose(0, 1)
+        expected = dense_gpt.loss_sum(config, weights, **data)
+        expected.backward()
+        loss = model(**data, stream=STREAM)
+        loss.backward()
+        _assert_close(loss, expected, 1e-12 * expected.item(), name)
+        for named in named_parameters(model):
+            reference = weights[named.name].grad
+            bound = 1e-11 * max(1.0, reference.abs().max().item())
+            _assert_close(_whole_gradient(named, group), reference, bound, f"{name}: {named.name}")
+            if not named.facts.pieces:
+                assert not named.parameter.any()
+                assert not named.parameter.grad.any()
+        logits = model(tokens=data["tokens"], stream=STREAM)
+        _assert_close(logits, expected_logits, 1e-11, f"{name}: logits")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_loss_logits_and_gradients_equal_dense_algebra(tp):
+    run_ranks(tp, _compare_with_dense, tp, list(SHAPES))
+
+
+def _layer_collectives(config):
+    group = make_state(tp=2).group("tp")
+    layer = TransformerLayer(config, 0, group=group, placement=FLOAT64, causal=True)
+    initialize_parameters(layer, seed=0)
+    hidden = torch.ones(6, 3, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    rotary = RotaryEmbedding.for_heads(config.head_dim, 1.0, 1e4).angles(6, None, hidden.dtype, hidden.device)
+    with recorded_collectives() as forward:
+        output = layer(hidden, AttentionContext(rotary=rotary), STREAM)
+    with recorded_collectives() as backward:
+        output.sum().backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("shape", [gpt2_shape, llama_shape])
+def test_a_layer_costs_two_all_reduces_forward_and_two_backward(shape):
+    one = ("all_reduce", (6, 3, 32), 6 * 3 * 32 * 8)
+    for forward, backward in run_ranks(2, _layer_collectives, shape()):
+        assert forward == [one, one]
+        assert backward == [one, one]
+
+
+def _model_collectives(config):
+    model, data = build(config, group=make_state(tp=2).group("tp")), batch(config)
+    with recorded_collectives() as seen:
+        model(tokens=data["tokens"], labels=data["labels"], stream=STREAM).backward()
+    return seen
+
+
+def test_embedding_and_head_cost_one_all_reduce_each_and_the_loss_three_numbers_a_token():
+    # Shoeybi et al. 2019, section 3: 2 + 2 in the layer, one after the embedding, one before the head.
+    config = gpt2_shape(num_layers=1)
+    for seen in run_ranks(2, _model_collectives, config):
+        assert {collective.name for collective in seen} == {"all_reduce"}
+        hidden_bytes, token_bytes = 9 * 3 * 32 * 8, 9 * 3 * 8
+        assert [collective.bytes for collective in seen].count(hidden_bytes) == 6
+        assert sum(collective.bytes for collective in seen) == 6 * hidden_bytes + 3 * token_bytes
+
+
+def _drop(config):
+    """This rank's hidden dropout mask, its heads under dropout of probabilities, and the layer's output."""
+    group = make_state(tp=2).group("tp")
+    ones = torch.ones(6, 3, config.hidden_size, dtype=torch.float64)
+    hidden_mask = dropout(ones, 0.5, RandomStream.root(1), training=True) != 0
+    attention = SelfAttention(config, group=group, placement=FLOAT64, causal=False)
+    with torch.no_grad():
+        for named in named_parameters(attention):
+            named.parameter.fill_(0.5)  # all heads alike: what differs between ranks is the mask
+    seen = []
+    attention.linear_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    output = attention(ones, AttentionContext(), RandomStream.root(1))
+    return hidden_mask, seen[0], output.detach()
+
+
+def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
+    ranks = run_ranks(2, _drop, gpt2_shape(attention_dropout=0.5))
+    (mask, heads, output), (other_mask, other_heads, other_output) = ranks
+    assert torch.equal(mask, other_mask)
+    assert 0.4 < mask.double().mean() < 0.6
+    assert heads.shape == other_heads.shape == (6, 3, 16)
+    assert not torch.equal(heads, other_heads)
+    assert torch.equal(output, other_output)
+
+
+def _stages(config):
+    """Two stages of two ranks each, the stage boundary crossed by hand; gradients of tied copies summed."""
+    state = make_state(tp=2, pp=2)
+    first = state.is_first_stage
+    stage = ModelStage(range(1) if first else range(1, 2), pre_process=first, post_process=not first)
+    model, data = build(config, stage=stage, group=state.group("tp")), batch(config)
+    pipe = state.group("pp")
+    boundary = torch.empty(config.seq_length, 3, config.hidden_size, dtype=torch.float64)
+    upstream, downstream = (dist.get_global_rank(pipe, rank) for rank in (0, 1))
+    if first:
+        sent = model(tokens=data["tokens"], stream=STREAM)
+        dist.send(sent.detach(), downstream)
+        dist.recv(boundary, downstream)
+        sent.backward(boundary)
+    else:
+        dist.recv(boundary, upstream)
+        boundary.requires_grad_()
+        loss = model(
+            hidden_states=boundary, labels=data["labels"], loss_mask=data["loss_mask"], stream=STREAM
+        )
+        loss.backward()
+        dist.send(boundary.grad, upstream)
+    weights = true_weights(build(config))
+    dense_gpt.loss_sum(config, weights, **data).backward()
+    for named in named_parameters(model):
+        grad = _whole_gradient(named, state.group("tp"))
+        tied = not config.untie_embeddings_and_output_weights
+        if named.name == "embedding.word_embeddings.weight" and tied:
+            dist.all_reduce(grad, group=state.embedding_group)
+        _assert_close(grad, weights[named.name].grad, 1e-10, named.name)
+    return sorted({named.name for named in named_parameters(model)})
+
+
+@pytest.mark.parametrize("shape", [gpt2_shape, llama_shape])
+def test_tensor_and_pipeline_parallel_together_equal_dense_algebra(shape):
+    names = run_ranks(4, _stages, shape())
+    assert names[0] == names[1]
+    assert names[2] == names[3]
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names[0]
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in names[2]
