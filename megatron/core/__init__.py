@@ -1,1 +1,1 @@
-"""The library: parallel layers, models, optimizer, datasets and checkpoints. It parses no flags and prints nothing."""
+"""The library: parallel layers, models, optimizer, datasets, checkpoints. No flags, no prints."""

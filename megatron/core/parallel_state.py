@@ -91,7 +91,7 @@ def create_parallel_state(config: ParallelConfig, device_type: str) -> ParallelS
 
 
 def _own_group(rows: list[list[int]]) -> ProcessGroup | None:
-    """Make one group for each row of ranks, on all ranks in the same order; return the one that this rank is in."""
+    """Make one group for each row of ranks, in the same order on all ranks; return the one with this rank."""
     own: ProcessGroup | None = None
     for ranks in rows:
         group = dist.new_group(ranks)

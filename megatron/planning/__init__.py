@@ -1,0 +1,1 @@
+"""A model on paper: what a training run costs, in plain Python."""

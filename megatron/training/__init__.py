@@ -1,0 +1,1 @@
+"""The application: flags, set-up, the training loop and its hooks."""

@@ -1,0 +1,208 @@
+"""What of a run goes into a checkpoint, and how a run is taken up from one.
+
+A checkpoint knows the whole model and no layout, so any layout takes up what any other saved. Dropout and
+data order are derived from the seed and the counters, so there is no generator state: the "random state" is
+the seed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.checkpoint import (
+    Checkpoint,
+    Manifest,
+    ShardedTensor,
+    find,
+    load,
+    open_checkpoint,
+    read_manifest,
+    save,
+    sharded_parameter,
+    share_among_replicas,
+    survey,
+)
+from megatron.core.parameter import NamedParameter
+from megatron.training.config import CheckpointConfig, RunConfig
+from megatron.training.progress import Progress
+from megatron.training.resume import compare_configs
+from megatron.training.run import Run
+
+log = logging.getLogger(__name__)
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A complete checkpoint to take up."""
+
+    root: Path
+    folder: Path
+    manifest: Manifest
+    config: RunConfig
+    """The settings of the run that saved it."""
+    resumes: bool
+    """Whether that run goes on, with its counters, schedule and data; else only its weights are taken."""
+
+
+def find_source(config: CheckpointConfig) -> Source | None:
+    """The checkpoint that ``--load`` (else ``--pretrained-checkpoint``) means; None for a fresh start.
+
+    A fresh start is what the user asked for when nothing is named, or when ``--load`` is also where
+    ``--save`` will write and nothing has been saved there yet: the first launch of a job that resumes itself.
+
+    Raises:
+        ValueError: if there is nothing to load, or what there is is broken.
+    """
+    for named, may_be_missing in (
+        (config.load, _resumes_itself(config)),
+        (config.pretrained_checkpoint, False),
+    ):
+        if named is None:
+            continue
+        root = Path(named)
+        if may_be_missing and survey(root).empty:
+            if config.pretrained_checkpoint is None:
+                log.info("no checkpoint in %s yet (--load equals --save): starting from random weights", root)
+            continue
+        folder = find(root, config.ckpt_step if named == config.load else None)
+        manifest = read_manifest(folder)
+        resumes = named == config.load and not config.finetune
+        return Source(root, folder, manifest, RunConfig.from_json(manifest.state["config"]), resumes)
+    return None
+
+
+def _resumes_itself(config: CheckpointConfig) -> bool:
+    return (
+        config.load is not None
+        and config.save is not None
+        and Path(config.load).resolve() == Path(config.save).resolve()
+        and config.ckpt_step is None
+        and not config.exit_on_missing_checkpoint
+    )
+
+
+def save_run(run: Run, root: str) -> None:
+    """Save everything that a later run needs to go on as if nothing had happened; all ranks together."""
+    config, iteration = run.config.checkpoint, run.progress.iteration
+    log.info("saving checkpoint at iteration %7d to %s in safetensors format", iteration, root)
+    state: dict[str, Any] = {"config": run.config.to_json(), "progress": run.progress.to_json()}
+    if config.save_optim:
+        state["optimizer"] = run.optimizer.state_dict()
+    if config.save_rng:
+        state["rng"] = {"seed": run.config.training.seed}
+    save(
+        Path(root),
+        iteration,
+        _owned_tensors(run),
+        state,
+        group=run.state.world_group,
+        device=run.device,
+    )
+    log.info("  successfully saved checkpoint from iteration %7d to %s %s", iteration, root, _layout(run))
+
+
+def load_run(run: Run, source: Source) -> None:
+    """Fill ``run`` from a checkpoint; all ranks together.
+
+    Raises:
+        ValueError: if settings differ that would change the run, or a part is missing.
+    """
+    config = run.config.checkpoint
+    step = source.manifest.iteration
+    log.info(" loading checkpoint from %s at iteration %d", source.root, step)
+    group, device = run.state.world_group, run.device
+    checkpoint = open_checkpoint(source.root, group, device, step)
+    _check_parts(source, run.config)
+    states = run.optimizer.state_tensors()
+    own = [(named, named.parameter.data) for named in run.parameters]
+    _load_weights(checkpoint, states.pop(MAIN, own), group, device)
+    if config.load_optim and source.resumes:
+        moments = [
+            sharded_parameter(f"{OPTIMIZER}{kind}.{named.name}", tensor, named.facts, primary_only=False)
+            for kind, entries in states.items()
+            for named, tensor in entries
+        ]
+        load(checkpoint, moments, group, device)
+    run.optimizer.sync_model_weights()
+    if source.resumes:
+        run.progress = Progress.from_json(source.manifest.state["progress"])
+        run.resumed_iteration = run.progress.iteration
+        if config.load_optim:
+            run.optimizer.load_state_dict(source.manifest.state["optimizer"])
+    log.info("  successfully loaded checkpoint from %s %s at iteration %d", source.root, _layout(run), step)
+
+
+def _check_parts(source: Source, config: RunConfig) -> None:
+    """Refuse a checkpoint that lacks a part that is asked for, or whose settings would falsify the run."""
+    compare_configs(source.config, config, fresh=not source.resumes)
+    if not source.resumes:
+        return
+    state, options = source.manifest.state, config.checkpoint
+    if options.load_optim and "optimizer" not in state:
+        raise ValueError(
+            f"the checkpoint {source.folder} holds no optimizer state (it was saved with --no-save-optim); "
+            "pass --no-load-optim to go on with fresh moments, or --finetune to start anew from its weights"
+        )
+    if options.load_rng and "rng" not in state:
+        raise ValueError(
+            f"the checkpoint {source.folder} holds no random state (it was saved with --no-save-rng); pass "
+            "--no-load-rng to go on with the random streams of --seed"
+        )
+
+
+def _owned_tensors(run: Run) -> list[ShardedTensor]:
+    """What this rank saves: its primary rectangles, shared out among the ranks that hold the same ones."""
+    entries = [(MODEL + named.name, named, named.parameter.data) for named in run.parameters]
+    if run.config.checkpoint.save_optim:
+        entries += [
+            (f"{OPTIMIZER}{kind}.{named.name}", named, tensor)
+            for kind, states in run.optimizer.state_tensors().items()
+            for named, tensor in states
+        ]
+    tensors = [
+        sharded_parameter(name, tensor, named.facts, primary_only=True) for name, named, tensor in entries
+    ]
+    replicas = run.state.data_group
+    return share_among_replicas(tensors, replicas.rank(), replicas.size())
+
+
+def load_weights(
+    checkpoint: Checkpoint, parameters: Sequence[NamedParameter], group: ProcessGroup, device: torch.device
+) -> None:
+    """Fill a model's parameters from a checkpoint, at the best precision it holds; all ranks together."""
+    _load_weights(checkpoint, [(named, named.parameter.data) for named in parameters], group, device)
+
+
+def _load_weights(
+    checkpoint: Checkpoint,
+    targets: Sequence[tuple[NamedParameter, Tensor]],
+    group: ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Fill weights: from the float32 main weights where they were saved, else from the model's own, widened.
+
+    Main weights are never widened: they must be float32 in the file.
+    """
+    main, own = [], []
+    for named, tensor in targets:
+        key = f"{OPTIMIZER}{MAIN}.{named.name}"
+        if key in checkpoint.manifest.tensors:
+            main.append(sharded_parameter(key, tensor, named.facts, primary_only=False))
+        else:
+            own.append(sharded_parameter(MODEL + named.name, tensor, named.facts, primary_only=False))
+    load(checkpoint, main, group, device)
+    load(checkpoint, own, group, device, cast=True)
+
+
+def _layout(run: Run) -> str:
+    state = run.state
+    return f"[ t {state.rank('tp') + 1}/{state.size('tp')}, p {state.rank('pp') + 1}/{state.size('pp')} ]"

@@ -1,0 +1,73 @@
+"""From datasets to this rank's micro-batches on its device."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.core.datasets import CyclicSampler, SequentialSampler
+from megatron.core.parallel_state import ParallelState
+from megatron.training.config import RunConfig
+from megatron.training.task import Batch
+
+
+class DataExhaustedError(ValueError):
+    """A dataset holds fewer samples than the run wants to read."""
+
+
+class MicrobatchReader:
+    """This rank's micro-batches of one dataset, from a given sample on.
+
+    What a step consumes depends on the global batch alone: micro-batch m of a step is, over all data-parallel
+    ranks together, samples [m x DP x b, (m + 1) x DP x b) of the global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[dict[str, Tensor]],
+        config: RunConfig,
+        state: ParallelState,
+        device: torch.device,
+        consumed_samples: int,
+    ) -> None:
+        kind = CyclicSampler if config.data.dataloader_type == "cyclic" else SequentialSampler
+        sampler = kind(
+            total_samples=len(dataset),  # type: ignore[arg-type]
+            consumed_samples=consumed_samples,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=state.rank("dp"),
+            data_parallel_size=state.size("dp"),
+        )
+        workers = config.data.num_workers
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+        )
+        self._device = device
+        self._batches: Iterator[dict[str, Tensor]] | None = None
+
+    def take(self, count: int) -> list[Batch]:
+        """The next ``count`` micro-batches.
+
+        Raises:
+            DataExhaustedError: if the dataset ends before.
+        """
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Batch:
+        assert self._batches is not None
+        batch = next(self._batches, None)
+        if batch is None:
+            total = len(self._loader.dataset)  # type: ignore[arg-type]
+            raise DataExhaustedError(
+                f"the dataset has only {total} samples, fewer than the run wants to read; lower "
+                "--train-iters (or --train-samples, --eval-iters), give more data, or use "
+                "--dataloader-type cyclic"
+            )
+        return {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,40 @@
+"""Losses on the validation and test splits."""
+
+from typing import Literal
+
+from megatron.training.hooks.base import Hook
+from megatron.training.metrics import EvaluationRecord
+from megatron.training.progress import StepOutcome
+from megatron.training.run import Run
+from megatron.training.step import evaluation_losses
+
+
+class EvaluationHook(Hook):
+    """Every ``interval`` iterations on validation; at the end on validation and test."""
+
+    def __init__(self, interval: int | None, iterations: int) -> None:
+        self._interval = interval
+        self._iterations = iterations
+
+    def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
+        """Evaluate where the interval asks for it."""
+        if self._interval and run.progress.iteration % self._interval == 0:
+            self._evaluate(run, "valid", final=False)
+
+    def after_training(self, run: Run) -> None:
+        """Evaluate both splits, unless the run was stopped before its last iteration."""
+        if run.stop_reason is None:
+            self._evaluate(run, "valid", final=True)
+            self._evaluate(run, "test", final=True)
+
+    def _evaluate(self, run: Run, split: Literal["valid", "test"], *, final: bool) -> None:
+        readers = run.readers
+        exists, reader = (
+            (readers.has_valid, readers.valid) if split == "valid" else (readers.has_test, readers.test)
+        )
+        if not exists or not self._iterations:
+            return
+        losses = evaluation_losses(run, reader, self._iterations)
+        run.metrics.evaluation(
+            EvaluationRecord(run.progress.iteration, run.progress.consumed_samples, split, losses, final)
+        )

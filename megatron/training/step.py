@@ -1,0 +1,176 @@
+"""One training iteration, and the forward passes of one evaluation."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.pipeline_parallel.engine import run_pipeline
+from megatron.core.tensor_parallel import RandomStream
+from megatron.training.data import MicrobatchReader
+from megatron.training.progress import StepOutcome
+from megatron.training.run import Run
+from megatron.training.task import Batch
+
+
+class NonFiniteLossError(ValueError):
+    """A loss is NaN or infinite."""
+
+
+def train_step(run: Run) -> StepOutcome:
+    """Forward, backward and update over one global batch; all ranks together.
+
+    The gradient is that of each loss's sum over the global batch divided by its count over the global batch,
+    whatever the micro-batches, the masks or the data-parallel size.
+
+    Raises:
+        NonFiniteLossError: if a loss is NaN or infinite and such iterations are not to be skipped. The
+            weights are as before the step.
+    """
+    progress = run.progress
+    learning_rate = run.schedule.learning_rate(progress.schedule_samples)
+    weight_decay = run.schedule.weight_decay(progress.schedule_samples)
+    loss_scale = run.optimizer.loss_scale
+    batches = _take(run.readers.train, run)
+    counts = _sum_over_losses(run, _loss_counts(run, batches))
+
+    def outcome(
+        losses: dict[str, float],
+        remarks: tuple[str, ...],
+        norm: float | None = None,
+        zeros: int | None = None,
+        updated: bool = False,
+    ) -> StepOutcome:
+        return StepOutcome(losses, norm, zeros, updated, learning_rate, weight_decay, loss_scale, remarks)
+
+    if not counts.any():
+        names = run.task.loss_names
+        return outcome(
+            dict.fromkeys(names, 0.0),
+            ("no token of this global batch counts towards the loss: the update is skipped",),
+        )
+
+    run.reducer.zero_grad()
+    sums = _forward_backward(run, batches, loss_scale / counts.clamp(min=1))
+    run.reducer.finish()
+    run.shared_gradients.sum()
+    losses = _mean_losses(run, _sum_over_losses(run, sums), counts)
+    if not all(math.isfinite(value) for value in losses.values()):
+        message = f"loss is not finite at iteration {progress.iteration + 1}: {losses}"
+        if not run.config.skips_nonfinite:
+            raise NonFiniteLossError(
+                f"{message}; the weights are those of iteration {progress.iteration}. Lower --lr, look at "
+                "the data, or pass --skip-nan-iterations to go on without such updates"
+            )
+        return outcome(losses, (f"{message}: the update is skipped",))
+
+    result = run.optimizer.step(learning_rate, weight_decay)
+    remarks = (
+        () if result.updated else (f"gradients overflowed at loss scale {loss_scale}: the update is skipped",)
+    )
+    return outcome(losses, remarks, result.grad_norm, result.num_zeros, result.updated)
+
+
+@torch.no_grad()
+def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int) -> dict[str, float]:
+    """Each loss over the next ``iterations`` global batches of a split; all ranks together."""
+    run.model.eval()
+    totals = torch.zeros(2, len(run.task.loss_names), dtype=torch.float64)
+    for _ in range(iterations):
+        batches = _take(reader, run)
+        totals[0] += _forward_only(run, batches)
+        totals[1] += _loss_counts(run, batches)
+    run.model.train()
+    sums, counts = _sum_over_losses(run, totals)
+    return _mean_losses(run, sums, counts)
+
+
+def _take(reader: MicrobatchReader | None, run: Run) -> Sequence[Batch | None]:
+    """This rank's micro-batches of one global batch; Nones on a stage that reads no data."""
+    count = run.batch_plan.num_microbatches
+    return [None] * count if reader is None else reader.take(count)
+
+
+def _loss_counts(run: Run, batches: Sequence[Batch | None]) -> Tensor:
+    """What each loss of these micro-batches is summed over, float64 [losses]; zeros before the last stage."""
+    counts = torch.zeros(len(run.task.loss_names), dtype=torch.float64)
+    if run.stage.last:
+        for batch in batches:
+            assert batch is not None
+            counts += run.task.loss_counts(batch).to(counts)
+    return counts
+
+
+def _sum_over_losses(run: Run, values: Tensor) -> Tensor:
+    """Sum over the ranks that hold a loss (last stage, first tensor-parallel rank); every rank gets it."""
+    counted = run.stage.last and run.state.rank("tp") == 0
+    total = values.to(run.device) if counted else torch.zeros_like(values, device=run.device)
+    dist.all_reduce(total, group=run.state.world_group)
+    return total.cpu()
+
+
+def _mean_losses(run: Run, sums: Tensor, counts: Tensor) -> dict[str, float]:
+    means = (sums / counts.clamp(min=1)).tolist()
+    return dict(zip(run.task.loss_names, means, strict=True))
+
+
+def _microbatch_forward(run: Run, batches: Sequence[Batch | None]) -> Callable[[int, Tensor | None], Tensor]:
+    """The forward pass of a micro-batch; its dropout derives from its iteration and place in the batch."""
+    stream = RandomStream.root(run.config.training.seed).fold("dropout", run.progress.iteration)
+    replicas, replica = run.state.size("dp"), run.state.rank("dp")
+
+    def forward(microbatch: int, hidden_states: Tensor | None) -> Tensor:
+        own = stream.fold("microbatch", microbatch * replicas + replica)
+        return run.task.forward(run.model, batches[microbatch], hidden_states, own)
+
+    return forward
+
+
+def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor) -> Tensor:
+    """Run the schedule; give the loss sums of this rank's micro-batches, float64 [losses].
+
+    Args:
+        run: the run.
+        batches: this rank's micro-batches.
+        factors: what each loss sum is multiplied by before the backward pass: loss scale / count.
+    """
+    forward = _microbatch_forward(run, batches)
+    sums = torch.zeros(len(run.task.loss_names), dtype=torch.float64)
+    kept: list[Tensor] = []
+    weights = factors.to(run.device)
+
+    def forward_and_scale(microbatch: int, hidden_states: Tensor | None) -> Tensor:
+        output = forward(microbatch, hidden_states)
+        if not run.stage.last:
+            return output
+        kept.append(output.detach())
+        return (output * weights.to(output.dtype)).sum()
+
+    run_pipeline(
+        run.training_program,
+        forward=forward_and_scale,
+        group=run.state.group("pp"),
+        activation=run.activation,
+        on_last_backward=run.reducer.prepare_last_backward,
+    )
+    for output in kept:
+        sums += output.to(sums)
+    return sums
+
+
+def _forward_only(run: Run, batches: Sequence[Batch | None]) -> Tensor:
+    """Run the forward passes; give the loss sums of this rank's micro-batches, float64 [losses]."""
+    forward = _microbatch_forward(run, batches)
+    outputs = run_pipeline(
+        run.evaluation_program,
+        forward=forward,
+        group=run.state.group("pp"),
+        activation=run.activation,
+        forward_only=True,
+    )
+    sums = torch.zeros(len(run.task.loss_names), dtype=torch.float64)
+    for output in outputs:
+        sums += output.to(sums)
+    return sums

@@ -1,0 +1,140 @@
+"""The story of a run: settings, set-up, iterations, end."""
+
+import datetime
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import parse_arguments, resolve
+from megatron.training.checkpointing import find_source, load_run
+from megatron.training.console import configure, report_failure
+from megatron.training.hooks import (
+    CheckpointHook,
+    EvaluationHook,
+    ExitHook,
+    GarbageCollectionHook,
+    Hook,
+    LoggingHook,
+)
+from megatron.training.initialize import discover_world, initialize
+from megatron.training.progress import StepOutcome
+from megatron.training.run import Run
+from megatron.training.setup import attach_data, attach_metrics, build_run, verify_replicas
+from megatron.training.step import train_step
+from megatron.training.task import Task
+
+log = logging.getLogger(__name__)
+
+
+def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
+    """Train ``task`` as the flags in ``argv`` say; every rank of the job calls this.
+
+    Raises:
+        ValueError: if the settings, the data or a checkpoint are wrong; nothing has been changed then.
+    """
+    config = parse_arguments(argv, description)
+    world = discover_world(os.environ)
+    configure(world.rank, world.world_size)
+    source = find_source(config.checkpoint)
+    tokenizer = (
+        build_tokenizer(config.tokenizer, config.model.vocab_size)
+        if config.tokenizer.tokenizer_type
+        else None
+    )
+    config = resolve(
+        config,
+        checkpoint_config=source.config if source else None,
+        tokenizer_vocab_size=tokenizer.vocab_size if tokenizer else None,
+        world_size=world.world_size,
+    )
+    runtime = initialize(config, world)
+    resumed = source.config if source is not None and source.resumes else None
+    run = build_run(config, task, runtime, resumed)
+    if source is not None:
+        load_run(run, source)
+    verify_replicas(run)
+    attach_data(run, tokenizer)
+    attach_metrics(run)
+    train(run, build_hooks(run))
+
+
+def build_hooks(run: Run) -> list[Hook]:
+    """The hooks of a run, in the order in which they are called."""
+    config = run.config
+    hooks: list[Hook] = [
+        LoggingHook(run),
+        EvaluationHook(config.evaluation.eval_interval, config.evaluation.eval_iters),
+        ExitHook(config.training),
+        CheckpointHook(config.checkpoint),
+    ]
+    if config.training.manual_gc:
+        hooks.append(GarbageCollectionHook(config.training.manual_gc_interval))
+    return hooks
+
+
+def train(run: Run, hooks: Sequence[Hook]) -> None:
+    """Iterate until the last iteration, or until a hook stops the run."""
+    for hook in hooks:
+        hook.before_training(run)
+    log.info("[before the start of training step] datetime: %s", _now())
+    while run.progress.iteration < run.config.total_iterations and run.stop_reason is None:
+        start = time.perf_counter()
+        outcome = train_step(run)
+        _advance(run, outcome)
+        elapsed = time.perf_counter() - start
+        for hook in hooks:
+            hook.after_step(run, outcome, elapsed)
+    log.info("[after training is done] datetime: %s", _now())
+    for hook in hooks:
+        hook.after_training(run)
+    run.metrics.close()
+    if run.stop_reason is not None:
+        log.info("%s", run.stop_reason)
+
+
+def _advance(run: Run, outcome: StepOutcome) -> None:
+    """Count an iteration: consumed samples move on always, the schedules with successful updates only."""
+    samples = run.batch_plan.global_batch_size
+    run.progress.iteration += 1
+    run.progress.consumed_samples += samples
+    if outcome.updated:
+        run.progress.schedule_samples += samples
+    else:
+        run.progress.skipped_iterations += 1
+
+
+def _now() -> str:
+    return datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def main(task: Task, description: str) -> None:
+    """Run :func:`pretrain` as a program: exit code 0, or one line about what is wrong and a code above 0.
+
+    A rank that fails ends its process at once, so that its peers (and the launcher) see it gone instead of
+    waiting for it in a collective.
+    """
+    try:
+        pretrain(task, sys.argv[1:], description)
+    except Exception as error:  # noqa: BLE001 - every failure must end this rank, whatever it is
+        settled = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if settled else discover_rank()
+        if settled or rank == 0:
+            report_failure(error, prefix=f"[rank {rank}] " if settled and dist.get_world_size() > 1 else "")
+        sys.stdout.flush()
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def discover_rank() -> int:
+    """This process's rank as its launcher says, 0 where that is not known."""
+    for name in ("RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT-style language model.
+
+    python pretrain_gpt.py --num-layers 2 ...                                  # one rank
+    torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 ...
+    srun --ntasks-per-node 8 python pretrain_gpt.py ...
+
+``--help`` lists every flag.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.datasets import build_datasets
+from megatron.core.models import GPTModel, ModelStage
+from megatron.core.parameter import Placement
+from megatron.core.tensor_parallel import RandomStream
+from megatron.core.tokenizers import Tokenizer
+from megatron.training.config import RunConfig
+from megatron.training.task import Batch, SplitDatasets, Stage
+from megatron.training.training import main
+
+
+class GPTTask:
+    """Next-token prediction over documents packed one after the other."""
+
+    loss_names = ("lm loss",)
+
+    def build_model(
+        self, config: RunConfig, stage: Stage, tp_group: ProcessGroup, placement: Placement
+    ) -> nn.Module:
+        """The layers of ``stage``, with embeddings on the first and output layer on the last."""
+        part = ModelStage(stage.layers, pre_process=stage.first, post_process=stage.last)
+        return GPTModel(config.model, part, group=tp_group, placement=placement)
+
+    def build_datasets(
+        self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]
+    ) -> SplitDatasets:
+        """Samples of ``seq_length`` tokens from ``.bin``/``.idx`` files or made-up ones."""
+        splits = build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=config.training.seed,
+            sizes=samples,
+            eod=tokenizer.eod if tokenizer is not None and tokenizer.has_eod else None,
+            vocab_size=config.model.true_vocab_size,
+        )
+        return SplitDatasets(splits.train, splits.valid, splits.test, splits.description)
+
+    def reads_data(self, config: RunConfig, stage: Stage) -> bool:
+        """First stage: tokens; last: labels; every stage where attention or positions restart."""
+        restarts = config.data.reset_attention_mask or config.data.reset_position_ids
+        return stage.first or stage.last or restarts
+
+    def loss_counts(self, batch: Batch) -> Tensor:
+        """Tokens that count: float64 [1]."""
+        return batch["loss_mask"].sum(dtype=torch.float64).reshape(1)
+
+    def forward(
+        self, model: nn.Module, batch: Batch | None, hidden_states: Tensor | None, stream: RandomStream
+    ) -> Tensor:
+        """Hidden states [s, b, h] for the next stage, or the sum of token losses [1]."""
+        part = batch or {}
+        output = model(
+            tokens=part.get("tokens"),
+            position_ids=part.get("position_ids"),
+            labels=part.get("labels"),
+            loss_mask=part.get("loss_mask"),
+            segment_ids=part.get("segment_ids"),
+            hidden_states=hidden_states,
+            stream=stream,
+        )
+        assert isinstance(output, Tensor)
+        return output.reshape(1) if output.dim() == 0 else output
+
+
+if __name__ == "__main__":
+    main(GPTTask(), "Pretrain a GPT-style language model.")

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Continue texts with a trained checkpoint, saved in whatever layout.
+
+    python tools/generate_text.py --load checkpoints --prompt "Call me" --prompt "The whale" --top-p 0.9
+
+The model and the tokenizer come from the checkpoint's own settings. Started by torchrun, all ranks share
+every layer (tensor parallel), for models too large for one device.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from megatron.core.checkpoint import open_checkpoint
+from megatron.core.config import ParallelConfig, TokenizerConfig, flag
+from megatron.core.models import GPTModel, ModelStage
+from megatron.core.parameter import Placement, named_parameters
+from megatron.core.tensor_parallel import RandomStream
+from megatron.core.tokenizers import build_tokenizer
+from megatron.inference import SamplingOptions, generate
+from megatron.training.checkpointing import load_weights
+from megatron.training.config import RunConfig
+from megatron.training.console import run_as_program
+from megatron.training.flags import FlagParser, add_flags, build
+from megatron.training.initialize import discover_world, start_process_groups
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What to continue, and with which checkpoint."""
+
+    load: str
+    """Folder of checkpoints."""
+    ckpt_step: int | None = None
+    """Iteration to take; default the latest."""
+    prompt: tuple[str, ...] = flag(("",), nargs="+")
+    """Texts to continue; an empty one starts after an end-of-document."""
+    echo: bool = True
+    """Print the prompt ahead of its continuation."""
+
+
+def main() -> None:
+    """Load the checkpoint, continue every prompt, print from rank 0."""
+    parser = FlagParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_flags(parser, GenerateOptions)
+    add_flags(parser, SamplingOptions)
+    group = parser.add_argument_group(
+        "TokenizerConfig", "Where the tokenizer's files have moved since training."
+    )
+    for name in ("vocab-file", "merge-file", "tokenizer-model"):
+        group.add_argument(f"--{name}", default=None, help="in place of the checkpoint's own setting")
+    arguments = parser.parse_args()
+    options, sampling = build(GenerateOptions, arguments), build(SamplingOptions, arguments)
+
+    world = discover_world(os.environ)
+    layout = ParallelConfig(tensor_model_parallel_size=world.world_size)
+    runtime = start_process_groups(layout, world)
+    everyone, device = runtime.state.world_group, runtime.device
+    checkpoint = open_checkpoint(Path(options.load), everyone, device, options.ckpt_step)
+    config = RunConfig.from_json(checkpoint.manifest.state["config"])
+    tokenizer = build_tokenizer(moved(config.tokenizer, arguments), config.model.vocab_size)
+
+    whole = ModelStage(range(config.model.num_layers), pre_process=True, post_process=True)
+    tp_group = runtime.state.group("tp")
+    model = GPTModel(config.model, whole, group=tp_group, placement=Placement(torch.float32, device))
+    load_weights(checkpoint, list(named_parameters(model)), everyone, device)
+    model.eval()
+
+    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(tokens=tokens.to(device), stream=RandomStream.root(sampling.seed))
+        return logits[-1]  # [s, b, v] -> [b, v]
+
+    for text in options.prompt:
+        prompt = tokenizer.encode(text) if text else [tokenizer.eod]
+        new = generate(
+            next_logits,
+            prompt,
+            sampling,
+            context_length=config.model.seq_length,
+            eod=tokenizer.eod if tokenizer.has_eod else None,
+        )
+        if world.rank == 0:
+            print((text if options.echo else "") + tokenizer.decode(new))
+            print("---")
+
+
+def moved(config: TokenizerConfig, arguments: argparse.Namespace) -> TokenizerConfig:
+    """The checkpoint's tokenizer settings with the paths that the command line gives."""
+    names = ("vocab_file", "merge_file", "tokenizer_model")
+    return replace(config, **{name: getattr(arguments, name) for name in names if getattr(arguments, name)})
+
+
+if __name__ == "__main__":
+    run_as_program(main)
