@@ -149,6 +149,29 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_sharded():
     assert torch.equal(output, other_output)
 
 
+def _recomputed_equals_kept(changes):
+    """Loss and gradients of this rank, bit for bit, with dropout on heads and hidden states."""
+    group = make_state(tp=2).group("tp")
+    results = []
+    for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"}):
+        config = gpt2_shape(**changes, **recompute)
+        model = build(config, group=group)
+        with recorded_collectives() as seen:
+            loss = model(**batch(config), stream=STREAM)
+            loss.backward()
+        results.append((loss, [named.parameter.grad for named in named_parameters(model)], len(seen)))
+    (loss, grads, collectives), (again_loss, again_grads, again_collectives) = results
+    assert torch.equal(loss, again_loss)
+    assert all(torch.equal(grad, again) for grad, again in zip(grads, again_grads, strict=True))
+    return again_collectives - collectives
+
+
+def test_recomputation_under_tensor_parallelism_repeats_masks_and_collectives():
+    changes = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    # The forward's two all-reduces of each of the two layers once more.
+    assert run_ranks(2, _recomputed_equals_kept, changes) == [4, 4]
+
+
 def _stages(config):
     """Two stages of two ranks each, the stage boundary crossed by hand; gradients of tied copies summed."""
     state = make_state(tp=2, pp=2)
