@@ -166,9 +166,10 @@ def _build_sections(parser: FlagParser, argv: Sequence[str], namespace: argparse
 
 def _partial_model(parser: FlagParser, argv: Sequence[str], namespace: argparse.Namespace) -> _PartialModel:
     names = [field.name for field in dataclasses.fields(TransformerConfig)]
-    parser.set_defaults(**dict.fromkeys(names, argparse.SUPPRESS))
+    not_given = object()
+    parser.set_defaults(**dict.fromkeys(names, not_given))
     seen = parser.parse_args(argv)
-    given = {name for name in names if getattr(seen, name) != argparse.SUPPRESS}
+    given = {name for name in names if getattr(seen, name) is not not_given}
     if namespace.use_rotary_position_embeddings or not namespace.add_position_embedding:
         given.add("position_embedding_type")
     values = {name: getattr(namespace, name, None) for name in names}
