@@ -18,7 +18,10 @@ import torch.multiprocessing as mp
 from megatron.core.config import ParallelConfig
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.multiprocessing", "pytest"])
+# What ranks import, imported once; the training loop last, since it imports all the rest.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch.multiprocessing", "pytest", "tests.training_harness"]
+)
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: int = 60) -> list[Any]:

@@ -29,7 +29,7 @@ def check_replicas(buffers: ParameterBuffers, data_group: ProcessGroup) -> None:
         return
     own = torch.stack([_fingerprint(named.parameter.detach()) for named in buffers.parameters])
     gathered = torch.empty(data_group.size() * own.numel(), dtype=own.dtype, device=own.device)
-    dist.all_gather_into_tensor(gathered, own, group=data_group)
+    dist.all_gather_single(gathered, own, group=data_group)
     rows = gathered.view(data_group.size(), own.numel())
     differs = rows != rows[0]  # [ranks, parameters]
     if not differs.any():

@@ -97,7 +97,7 @@ def _gather_json(value: Any, group: ProcessGroup, device: torch.device) -> list[
     longest = int(sizes.max())
     padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
     gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    dist.all_gather_single(gathered, padded, group=group)
     return [json.loads(bytes(part.tolist())) for part in gathered.view(group.size(), longest).cpu()]
 
 

@@ -15,14 +15,13 @@ def _layout(tp: int, pp: int) -> list[str]:
     return [f"--tensor-model-parallel-size={tp}", f"--pipeline-model-parallel-size={pp}"]
 
 
-def _variants(shape: str) -> dict[str, tuple[str, ...]]:
-    """What is compared in each layout; every variant has a single-rank run of its own."""
-    tie = (
-        "--no-untie-embeddings-and-output-weights"
-        if shape == "llama"
-        else "--untie-embeddings-and-output-weights"
-    )
-    return {"plain": (), "micro-batch 2": ("--micro-batch-size", "2"), "other tie": (tie,)}
+def _recompute(method: str) -> list[str]:
+    return f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1".split()
+
+
+def _other_tie(shape: str) -> str:
+    """Ties what the shape leaves untied, and the other way round."""
+    return ("--no-" if shape == "llama" else "--") + "untie-embeddings-and-output-weights"
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +31,9 @@ def prefix(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(prefix):
-    """Single-rank records by (shape, variant)."""
-    keys = [(shape, variant) for shape in SHAPES for variant in _variants(shape)]
-    lines = [flags(prefix, SHAPES[shape], *SGD, *_variants(shape)[variant]) for shape, variant in keys]
+    """Single-rank records by (shape, whether the tie is the shape's own)."""
+    keys = [(shape, own) for shape in SHAPES for own in (True, False)]
+    lines = [flags(prefix, SHAPES[shape], *SGD, *([] if own else [_other_tie(shape)])) for shape, own in keys]
     (records,) = run_ranks(1, train_runs, lines)
     return dict(zip(keys, records, strict=True))
 
@@ -49,7 +48,7 @@ def assert_same(record: Record, expected: Record, what: str) -> None:
 
 
 def test_the_single_rank_learns_and_masks(reference):
-    record = reference["gpt2", "plain"]
+    record = reference["gpt2", True]
     assert len(record.losses) == 20
     assert record.losses[-1] < record.losses[0] - 0.5
 
@@ -57,42 +56,38 @@ def test_the_single_rank_learns_and_masks(reference):
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layout_gives_the_single_rank_s_curve(prefix, reference, shape, tp, pp, dp):
-    variants = {
-        name: more for name, more in _variants(shape).items() if name != "micro-batch 2" or 8 % (2 * dp) == 0
-    }
+    larger = ("--micro-batch-size", "2")
+    variants = {True: (), False: (_other_tie(shape), *larger)}
     lines = [flags(prefix, SHAPES[shape], *SGD, *_layout(tp, pp), *more) for more in variants.values()]
     results = run_ranks(tp * pp * dp, train_runs, lines, timeout_seconds=120)
     for rank, records in enumerate(results):
-        for variant, record in zip(variants, records, strict=True):
-            assert_same(record, reference[shape, variant], f"{variant}, rank {rank}")
+        for own, record in zip(variants, records, strict=True):
+            assert_same(record, reference[shape, own], f"own tie {own}, rank {rank}")
 
 
 EXTRAS = [
-    ("--pipeline-schedule", "gpipe"),
-    ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-    ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"),
-    ("--overlap-grad-reduce", "--ddp-bucket-size", "5000"),
+    ("--pipeline-schedule", "gpipe", *_recompute("block")),
+    ("--overlap-grad-reduce", "--ddp-bucket-size", "5000", *_recompute("uniform")),
 ]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 2), (2, 1)])
-def test_schedule_recompute_and_overlap_change_nothing(prefix, reference, tp, pp):
-    for shape in SHAPES:
-        lines = [flags(prefix, SHAPES[shape], *SGD, *_layout(tp, pp), *more) for more in EXTRAS]
-        for records in run_ranks(4, train_runs, lines, timeout_seconds=120):
-            for more, record in zip(EXTRAS, records, strict=True):
-                assert_same(record, reference[shape, "plain"], f"{shape} {' '.join(more)}")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_schedule_recompute_and_overlap_change_nothing(prefix, reference, shape, tp, pp):
+    lines = [flags(prefix, SHAPES[shape], *SGD, *_layout(tp, pp), *more) for more in EXTRAS]
+    for records in run_ranks(4, train_runs, lines, timeout_seconds=120):
+        for more, record in zip(EXTRAS, records, strict=True):
+            assert_same(record, reference[shape, True], " ".join(more))
 
 
-def test_in_float64_only_rounding_is_left(prefix):
-    for shape, args in SHAPES.items():
-        small = [*args, "--num-layers", "2", *SGD]
-        ((expected,),) = run_ranks(1, train_runs, [flags(prefix, small)], torch.float64)
-        for tp, pp in ((2, 2), (4, 1), (1, 2), (2, 1), (1, 1)):
-            for (record,) in run_ranks(
-                4, train_runs, [flags(prefix, small, *_layout(tp, pp))], torch.float64
-            ):
-                assert record.losses == pytest.approx(expected.losses, rel=1e-10), shape
-                assert record.norms == pytest.approx(expected.norms, rel=1e-10), shape
-                for name, weight in expected.weights.items():
-                    assert (record.weights[name] - weight).abs().max() <= 1e-10, (shape, name)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_float64_only_rounding_is_left(prefix, shape):
+    small = [*SHAPES[shape], "--num-layers", "2", *SGD]
+    ((expected,),) = run_ranks(1, train_runs, [flags(prefix, small)], torch.float64)
+    lines = [flags(prefix, small, *_layout(tp, pp)) for tp, pp in ((2, 2), (1, 2), (2, 1), (1, 1))]
+    for records in run_ranks(4, train_runs, lines, torch.float64, timeout_seconds=120):
+        for record in records:
+            assert record.losses == pytest.approx(expected.losses, rel=1e-10)
+            assert record.norms == pytest.approx(expected.norms, rel=1e-10)
+            for name, weight in expected.weights.items():
+                assert (record.weights[name] - weight).abs().max() <= 1e-10, name
