@@ -11,7 +11,15 @@ from megatron.core.config import TransformerConfig, flag
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
 from megatron.training.checks import validate
 from megatron.training.config import RunConfig, config_sections
-from megatron.training.flags import FlagParser, add_flags, build, flag_text, launched_rank, missing_flags
+from megatron.training.flags import (
+    FlagParser,
+    add_flags,
+    build,
+    flag_text,
+    flags_of,
+    launched_rank,
+    missing_flags,
+)
 from megatron.training.foreign_flags import FOREIGN_VALUES, add_foreign_flags, judge_foreign_flags
 from megatron.training.plan import run_schedule
 
@@ -177,17 +185,15 @@ def _partial_model(parser: FlagParser, argv: Sequence[str], namespace: argparse.
 
 
 def _model_of_checkpoint(model: TransformerConfig, checkpoint_config: RunConfig | None) -> TransformerConfig:
-    """The checkpoint's model, with what the command line may change.
+    """The checkpoint's model, with what the command line may change; before the first save, the latter's.
 
     Raises:
-        ValueError: if there is no checkpoint, or a flag asks for another model than the checkpoint's.
+        ValueError: if a flag asks for another model than the checkpoint's, or is needed for want of one.
     """
-    if checkpoint_config is None:
-        raise ValueError(
-            "--use-checkpoint-args: there is no checkpoint yet to take the model from; leave it out"
-        )
-    saved = checkpoint_config.model
     assert isinstance(model, _PartialModel), "the flags were parsed with --use-checkpoint-args"
+    if checkpoint_config is None:
+        return _whole_model(model)
+    saved = checkpoint_config.model
     changed: dict[str, Any] = {}
     for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", *model.given):
         if name in _TRAINING_FIELDS:
@@ -199,6 +205,17 @@ def _model_of_checkpoint(model: TransformerConfig, checkpoint_config: RunConfig 
                 "out"
             )
     return replace(saved, **changed)
+
+
+def _whole_model(model: _PartialModel) -> TransformerConfig:
+    fields = flags_of(TransformerConfig)
+    missing = [one.spellings[0] for one in fields if one.required and getattr(model, one.dest) is None]
+    if missing:
+        raise ValueError(
+            "--use-checkpoint-args: there is no checkpoint yet to take the model from, and these flags are "
+            f"missing: {', '.join(missing)}"
+        )
+    return TransformerConfig(**{one.dest: getattr(model, one.dest) for one in fields})
 
 
 def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> TransformerConfig:

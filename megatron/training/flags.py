@@ -43,7 +43,8 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        usage = "%(prog)s [--flag [value ...]] ... [@file] ..."
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

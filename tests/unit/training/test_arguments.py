@@ -150,7 +150,11 @@ def test_the_model_of_a_checkpoint_refuses_another_shape():
         ValueError, match="the checkpoint has --num-layers 4, the command line --num-layers 6"
     ):
         settled("--num-layers 6", saved=saved, base=CHECKPOINT_ARGS)
-    with pytest.raises(ValueError, match="there is no checkpoint yet"):
+
+
+def test_the_model_of_a_checkpoint_that_is_not_there_yet():
+    assert settled(f"{BASE} --use-checkpoint-args --load x").model == settled().model
+    with pytest.raises(ValueError, match=r"no checkpoint yet .* missing: --num-layers, --hidden-size"):
         settled(base=CHECKPOINT_ARGS)
 
 
