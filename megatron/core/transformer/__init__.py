@@ -5,7 +5,7 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.dropout import dropout
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.norms import LayerNorm, RMSNorm, build_norm
+from megatron.core.transformer.norms import LayerNorm, RMSNorm, build_norm, use_layer_norm
 from megatron.core.transformer.rotary import RotaryAngles, RotaryEmbedding, apply_rotary
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "build_norm",
     "dropout",
     "segment_mask",
+    "use_layer_norm",
 ]

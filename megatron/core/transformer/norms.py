@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.extensions import LayerNormFunction
 from megatron.core.parameter import Placement, make_parameter, replicated_facts
 from megatron.core.tensor_parallel import copy_to_tensor_parallel_region
 
@@ -79,11 +80,19 @@ class LayerNorm(Norm):
             size, epsilon=epsilon, group=group, placement=placement, over_local_heads=over_local_heads
         )
         self.bias = make_parameter((size,), replicated_facts((size,), group.rank()), placement)
+        self.function: LayerNormFunction = F.layer_norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise [..., size], replicated or (``over_local_heads``) sharded on a dim before the last."""
         weight, bias = self._enter(self.weight), self._enter(self.bias)
-        return F.layer_norm(hidden_states, weight.shape, weight, bias, self.epsilon)
+        return self.function(hidden_states, list(weight.shape), weight, bias, self.epsilon)
+
+
+def use_layer_norm(module: nn.Module, function: LayerNormFunction) -> None:
+    """Let every :class:`LayerNorm` in ``module`` compute by ``function``, which gives what the plain one does."""
+    for norm in module.modules():
+        if isinstance(norm, LayerNorm):
+            norm.function = function
 
 
 def build_norm(
