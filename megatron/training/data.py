@@ -1,5 +1,6 @@
 """From datasets to this rank's micro-batches on its device."""
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -46,6 +47,7 @@ class MicrobatchReader:
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
+            worker_init_fn=_outlive_sigterm if config.training.exit_signal_handler else None,
         )
         self._device = device
         self._batches: Iterator[dict[str, Tensor]] | None = None
@@ -71,3 +73,11 @@ class MicrobatchReader:
                 "--dataloader-type cyclic"
             )
         return {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """Let a worker go on at SIGTERM, which a scheduler sends to every process: its rank has yet to save.
+
+    A worker ends with its rank in any case.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -11,6 +11,7 @@ from megatron.training.launcher import World
 
 _POLL_SECONDS = 0.1
 _SECONDS_FOR_PEERS = 1.0
+_SECONDS_FOR_LATECOMERS = 30.0
 _ALL_HERE = "all have come"
 
 
@@ -32,7 +33,7 @@ def meet(world: World, seconds: float) -> Store:
     if world.world_size == 1:
         return HashStore()
     deadline = time.monotonic() + seconds
-    store = PrefixStore(f"megatron/attempt_{world.attempt}", _connect(world, seconds))
+    store = _connect(world, seconds)
     try:
         _arrive(store, world, seconds, deadline)
     except dist.DistError as error:
@@ -43,6 +44,38 @@ def meet(world: World, seconds: float) -> Store:
     return PrefixStore("groups", store)
 
 
+def withdraw(world: World, problem: str) -> None:
+    """Let the ranks that wait in :func:`meet`, or come to it yet, know that this one has failed before it.
+
+    Where this process is to open the port, it does so and stays until all ranks have heard, for half a minute
+    at most: the others would look for it in vain until their time is up.
+
+    Args:
+        world: this process's place.
+        problem: what went wrong, in words.
+
+    Raises:
+        RendezvousError: if nobody can be told.
+    """
+    if world.world_size == 1:
+        return
+    deadline = time.monotonic() + _SECONDS_FOR_LATECOMERS
+    store = _connect(world, _SECONDS_FOR_LATECOMERS)
+    try:
+        if not store.check(["settled"]):
+            store.set("settled", f"rank {world.rank} failed at the start: {problem}")
+        store.add("withdrawn", 1)
+        if not world.hosts_store:
+            return
+        while store.add("withdrawn", 0) + store.add("arrived", 0) < world.world_size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+        time.sleep(_SECONDS_FOR_PEERS)
+    except dist.DistError as error:
+        raise RendezvousError(f"{_nowhere_to_meet(world)}: {_first_line(error)}") from None
+
+
 def _connect(world: World, seconds: float) -> Store:
     """The store of the job: opened here, or at the address where another process opens it."""
     assert world.address is not None
@@ -50,7 +83,7 @@ def _connect(world: World, seconds: float) -> Store:
     if not world.hosts_store:
         _await_port(world, seconds)
     try:
-        return TCPStore(
+        store = TCPStore(
             world.address,
             world.port,
             is_master=world.hosts_store,
@@ -65,6 +98,7 @@ def _connect(world: World, seconds: float) -> Store:
                 "port"
             ) from None
         raise RendezvousError(f"{_nowhere_to_meet(world)}: {_first_line(error)}") from None
+    return PrefixStore(f"megatron/attempt_{world.attempt}", store)
 
 
 def _resolve(world: World) -> None:

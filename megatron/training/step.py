@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.optimizer import LossScaleError, NonFiniteGradientError, StepResult
 from megatron.core.pipeline_parallel.engine import run_pipeline
 from megatron.core.tensor_parallel import RandomStream
 from megatron.training.data import MicrobatchReader
@@ -26,8 +27,10 @@ def train_step(run: Run) -> StepOutcome:
     whatever the micro-batches, the masks or the data-parallel size.
 
     Raises:
-        NonFiniteLossError: if a loss is NaN or infinite and such iterations are not to be skipped. The
-            weights are as before the step.
+        NonFiniteLossError: if a loss is NaN or infinite and such iterations are not to be skipped. This and
+            the next two are raised on all ranks alike, the weights as before the step.
+        NonFiniteGradientError: if a gradient is, and no loss scaling explains it.
+        LossScaleError: if too many updates in a row were skipped at the minimum loss scale.
     """
     progress = run.progress
     learning_rate = run.schedule.learning_rate(progress.schedule_samples)
@@ -66,16 +69,27 @@ def train_step(run: Run) -> StepOutcome:
             )
         return outcome(losses, (f"{message}: the update is skipped",))
 
-    result = run.optimizer.step(learning_rate, weight_decay)
-    remarks = (
-        () if result.updated else (f"gradients overflowed at loss scale {loss_scale}: the update is skipped",)
-    )
-    return outcome(losses, remarks, result.grad_norm, result.num_zeros, result.updated)
+    try:
+        result = run.optimizer.step(learning_rate, weight_decay)
+    except (LossScaleError, NonFiniteGradientError) as error:
+        raise type(error)(f"iteration {progress.iteration + 1}: {error}") from None
+    return outcome(losses, _remarks(result, loss_scale), result.grad_norm, result.num_zeros, result.updated)
+
+
+def _remarks(result: StepResult, loss_scale: float) -> tuple[str, ...]:
+    """Why an update was skipped, if it was."""
+    if result.updated:
+        return ()
+    reason = result.problem or f"gradients overflowed at loss scale {loss_scale}"
+    return (f"{reason}: the update is skipped",)
 
 
 @torch.no_grad()
 def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int) -> dict[str, float]:
-    """Each loss over the next ``iterations`` global batches of a split; all ranks together."""
+    """Each loss over the next ``iterations`` global batches of a split; all ranks together.
+
+    A loss that nothing in them counts towards has no value, and is left out.
+    """
     run.model.eval()
     totals = torch.zeros(2, len(run.task.loss_names), dtype=torch.float64)
     for _ in range(iterations):
@@ -84,7 +98,8 @@ def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int
         totals[1] += _loss_counts(run, batches)
     run.model.train()
     sums, counts = _sum_over_losses(run, totals)
-    return _mean_losses(run, sums, counts)
+    means = _mean_losses(run, sums, counts)
+    return {name: means[name] for name, count in zip(means, counts.tolist(), strict=True) if count}
 
 
 def _take(reader: MicrobatchReader | None, run: Run) -> Sequence[Batch | None]:

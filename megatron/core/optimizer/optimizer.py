@@ -3,12 +3,12 @@
 All of it works on the flat buckets of :class:`ParameterBuffers`, a few operations for each.
 """
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config import OptimizerConfig, PrecisionConfig
@@ -23,7 +23,7 @@ from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.update_rules import FlatState, build_update_rule
 from megatron.core.parameter import NamedParameter
 
-_LOGGER = logging.getLogger(__name__)
+_NAME_BYTES = 256
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -42,6 +42,8 @@ class StepResult:
     """Whether the weights were updated, or the step was skipped."""
     found_inf: bool
     """Whether a gradient was NaN or infinite."""
+    problem: str | None = None
+    """Which gradient that was, in words, where no loss scaling explains it."""
 
 
 class _BucketState:
@@ -132,8 +134,9 @@ class Optimizer:
             loss_scale=scale,
             count_zeros=self._config.log_num_zeros_in_grad,
         )
+        problem = None
         if not statistics.finite:
-            self._refuse(statistics)
+            problem = self._refuse(statistics)
         else:
             self._update(
                 clip_coefficient(statistics.norm, self._config.clip_grad) / scale, learning_rate, weight_decay
@@ -145,6 +148,7 @@ class Optimizer:
             num_zeros=statistics.num_zeros,
             updated=statistics.finite,
             found_inf=not statistics.finite,
+            problem=problem,
         )
 
     def _update(self, coefficient: float, learning_rate: float, weight_decay: float) -> None:
@@ -157,24 +161,36 @@ class Optimizer:
         self._steps += 1
         self.sync_model_weights()
 
-    def _refuse(self, statistics: GradientStatistics) -> None:
-        """Raise, unless a step with unusable gradients is to be skipped."""
+    def _refuse(self, statistics: GradientStatistics) -> str | None:
+        """Raise, unless a step with unusable gradients is to be skipped; say what is wrong with them."""
         if self._scaler is not None:
-            return
-        found = self._first_non_finite()
-        here = f"on this rank first in {found}" if found else "not on this rank, but on another one"
-        message = f"gradients are NaN or infinite (their norm is {statistics.norm}), {here}"
+            return None
+        message = (
+            f"gradients are NaN or infinite (their norm is {statistics.norm}), {self._first_non_finite()}"
+        )
         if not self._config.skip_nan_iterations:
             raise NonFiniteGradientError(
                 f"{message}. The weights are still those of before this step. Lower --lr, look at this "
                 "step's data, or skip such steps with --skip-nan-iterations."
             )
-        _LOGGER.warning("%s; this update is skipped", message)
+        return message
 
-    def _first_non_finite(self) -> str | None:
+    def _first_non_finite(self) -> str:
+        """The first parameter with such a gradient, on the first rank of this replica that has one."""
         gradients = self._buffers.gradients()
         names = (named.name for named in self._buffers.parameters)
-        return next((name for name in names if not gradients[name].isfinite().all()), None)
+        own = next((name for name in names if not gradients[name].isfinite().all()), "")
+        packed = bytearray(own.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
+        message = torch.frombuffer(packed, dtype=torch.uint8).to(self._buffers.device)
+        gathered = message.new_empty(self._model_group.size() * _NAME_BYTES)
+        dist.all_gather_single(gathered, message, group=self._model_group)
+        rows = gathered.view(-1, _NAME_BYTES).tolist()
+        found = [bytes(row).decode(errors="replace").strip() for row in rows]
+        ranks = dist.get_process_group_ranks(self._model_group)
+        for rank, name in zip(ranks, found, strict=True):
+            if name:
+                return f"first in {name} on rank {rank}"
+        return "in another replica"
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:

@@ -20,4 +20,7 @@ class Hook:
         """
 
     def after_training(self, run: Run) -> None:
-        """Called once, after the last iteration, unless an error ended the run."""
+        """Called once, after the last iteration, unless an error ended the run; hooks run in reverse order.
+
+        So the last weights are saved before anything else can go wrong with them.
+        """

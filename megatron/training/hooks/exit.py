@@ -1,7 +1,9 @@
 """Ends of a run before its last iteration: an iteration number, a time limit, a signal."""
 
+import os
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -18,7 +20,6 @@ class ExitHook(Hook):
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
-        self._start = time.monotonic()
         self._signalled = False
         self._previous: signal._HANDLER = None
 
@@ -34,8 +35,7 @@ class ExitHook(Hook):
         if signalled:
             run.stop_reason = "exiting program after receiving SIGTERM."
         elif overtime:
-            minutes = (time.monotonic() - self._start) / 60
-            run.stop_reason = f"exiting program after {minutes:.1f} minutes"
+            run.stop_reason = f"exiting program after {process_age_seconds() / 60:.1f} minutes"
         elif config.exit_interval and iteration % config.exit_interval == 0:
             run.stop_reason = f"exiting program at iteration {iteration}"
 
@@ -52,8 +52,15 @@ class ExitHook(Hook):
         limit = self._config.exit_duration_in_mins
         if not self._config.exit_signal_handler and limit is None:
             return False, False
-        overtime = limit is not None and time.monotonic() - self._start > limit * 60
+        overtime = limit is not None and process_age_seconds() > limit * 60
         flags = torch.tensor([self._signalled, overtime], dtype=torch.int32, device=run.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=run.state.world_group)
         signalled, late = flags.tolist()
         return bool(signalled), bool(late)
+
+
+def process_age_seconds() -> float:
+    """How long this process has been running, its imports included: what a time limit of a job counts."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start_ticks = int(fields[19])  # field 22 of proc(5), in clock ticks since the machine was started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,102 @@
+"""How a rank that fails ends, and which of the ranks says why.
+
+A rank that fails leaves at once, without any collective: its peers then see it gone, or their launcher does,
+and end too. What goes wrong on all ranks alike is said by rank 0 alone.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.checkpoint import CheckpointError
+from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
+from megatron.training.console import report_failure
+from megatron.training.flags import launched_rank
+from megatron.training.launcher import discover_world
+from megatron.training.rendezvous import RendezvousError, withdraw
+from megatron.training.step import NonFiniteLossError
+
+T = TypeVar("T")
+
+_SECONDS_FOR_THE_SPEAKER = 3.0
+
+
+class PeerFailureError(RuntimeError):
+    """Another rank has failed and says why; this one has nothing to add."""
+
+
+_RAISED_ON_ALL_RANKS = (
+    NonFiniteLossError,
+    NonFiniteGradientError,
+    LossScaleError,
+    CheckpointError,
+)
+
+
+def together(action: Callable[[], T], group: ProcessGroup, device: torch.device) -> T:
+    """What ``action`` gives; if it fails on any rank, none goes on.
+
+    For work without collectives, such as reading files, after which ranks meet again.
+
+    Args:
+        action: called once on every rank.
+        group: the ranks that call this together.
+        device: where its collectives run.
+
+    Raises:
+        Exception: what ``action`` raised, on the first rank of the group on which it did.
+        PeerFailureError: on the other ranks.
+    """
+    value: T | None = None
+    failure: Exception | None = None
+    try:
+        value = action()
+    except Exception as error:  # noqa: BLE001 - peers wait for this rank, whatever went wrong
+        failure = error
+    first = torch.tensor(group.size() if failure is None else group.rank(), device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if first.item() == group.size():
+        return value  # type: ignore[return-value]
+    if failure is not None and first.item() == group.rank():
+        raise failure
+    raise PeerFailureError(f"rank {int(first)} has failed") from failure
+
+
+def end_rank(error: Exception) -> NoReturn:
+    """End this process with exit code 1, having said why unless another rank does."""
+    settled = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if settled else launched_rank()
+    if settled:
+        speaks = not isinstance(error, PeerFailureError) and (
+            rank == 0 or not isinstance(error, _RAISED_ON_ALL_RANKS)
+        )
+        prefix = f"[rank {rank}] " if dist.get_world_size() > 1 else ""
+    else:
+        speaks, prefix = rank == 0, ""
+    if speaks:
+        report_failure(error, prefix=prefix)
+    if not settled and not isinstance(error, RendezvousError):
+        heard = _tell_peers(error)
+        if not speaks and not heard:
+            report_failure(error, prefix=f"[rank {rank}] ")
+    if not speaks:
+        # A launcher that sees one rank gone ends the others, the one that speaks among them.
+        time.sleep(_SECONDS_FOR_THE_SPEAKER)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _tell_peers(error: Exception) -> bool:
+    """Let ranks that have not met yet know that this one does not come; whether they could be told."""
+    try:
+        world = discover_world(os.environ)
+        withdraw(world, str(error))
+    except (ValueError, RendezvousError):
+        return False
+    return True
