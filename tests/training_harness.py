@@ -12,7 +12,7 @@ from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_arguments, resolve
-from megatron.training.checkpointing import find_source, load_run
+from megatron.training.checkpointing import check_source, find_source, load_run
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Runtime
 from megatron.training.progress import StepOutcome
@@ -100,6 +100,8 @@ def start(argv: list[str], dtype: torch.dtype | None = None) -> Run:
         tokenizer_vocab_size=tokenizer.vocab_size,
         world_size=dist.get_world_size(),
     )
+    if source is not None:
+        check_source(source, config)
     runtime = Runtime(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -6,6 +6,7 @@ the seed.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint import (
     Checkpoint,
+    CheckpointError,
     Manifest,
     ShardedTensor,
     find,
@@ -28,8 +30,10 @@ from megatron.core.checkpoint import (
     share_among_replicas,
     survey,
 )
+from megatron.core.checkpoint.agreement import Peers, attempt
 from megatron.core.parameter import NamedParameter
 from megatron.training.config import CheckpointConfig, RunConfig
+from megatron.training.plan import run_schedule
 from megatron.training.progress import Progress
 from megatron.training.resume import compare_configs
 from megatron.training.run import Run
@@ -58,6 +62,7 @@ def find_source(config: CheckpointConfig) -> Source | None:
 
     A fresh start is what the user asked for when nothing is named, or when ``--load`` is also where
     ``--save`` will write and nothing has been saved there yet: the first launch of a job that resumes itself.
+    With ``--finetune`` it is not, since that asks for weights.
 
     Raises:
         ValueError: if there is nothing to load, or what there is is broken.
@@ -75,6 +80,8 @@ def find_source(config: CheckpointConfig) -> Source | None:
             continue
         folder = find(root, config.ckpt_step if named == config.load else None)
         manifest = read_manifest(folder)
+        if "config" not in manifest.state or "progress" not in manifest.state:
+            raise ValueError(f"the checkpoint {folder} was not saved by a training run: it holds no settings")
         resumes = named == config.load and not config.finetune
         return Source(root, folder, manifest, RunConfig.from_json(manifest.state["config"]), resumes)
     return None
@@ -87,7 +94,71 @@ def _resumes_itself(config: CheckpointConfig) -> bool:
         and Path(config.load).resolve() == Path(config.save).resolve()
         and config.ckpt_step is None
         and not config.exit_on_missing_checkpoint
+        and not (config.finetune and config.pretrained_checkpoint is None)
     )
+
+
+def check_save_folder(config: CheckpointConfig) -> None:
+    """Refuse a ``--save`` that cannot be written to: at the start, and not hours later at the first save.
+
+    Raises:
+        ValueError: if it is no folder, or may not be written to.
+    """
+    if config.save is None:
+        return
+    nearest = Path(config.save).resolve()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ValueError(f"--save {config.save}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"--save {config.save}: {nearest} may not be written to; give another folder")
+
+
+def check_source(source: Source, config: RunConfig) -> None:
+    """Refuse a checkpoint that lacks a part that is asked for, or whose settings would falsify the run.
+
+    Raises:
+        ValueError: listing every setting that differs, or naming the part and the flag that goes without it.
+    """
+    compare_configs(source.config, config, fresh=not source.resumes)
+    if not source.resumes:
+        return
+    state, options = source.manifest.state, config.checkpoint
+    if options.load_optim and "optimizer" not in state:
+        raise ValueError(
+            f"the checkpoint {source.folder} holds no optimizer state (it was saved with --no-save-optim); "
+            "pass --no-load-optim to go on with fresh moments, or --finetune to start anew from its weights"
+        )
+    if options.load_rng and "rng" not in state:
+        raise ValueError(
+            f"the checkpoint {source.folder} holds no random state (it was saved with --no-save-rng); pass "
+            "--no-load-rng to go on with the random streams of --seed"
+        )
+    run_schedule(config, source.config)  # refuses a schedule that is not the checkpoint's
+
+
+def agree_on_source(source: Source | None, group: ProcessGroup, device: torch.device) -> None:
+    """Refuse to start where ranks have found different checkpoints, or some none; all ranks together.
+
+    Each rank has looked for itself. On nodes that do not share the folder, one would start afresh by itself.
+
+    Raises:
+        CheckpointError: on every rank, naming those that differ from rank 0.
+    """
+
+    def describe(found: Source | None) -> list[str]:
+        return ["no checkpoint", ""] if found is None else [str(found.folder), found.manifest.save_id]
+
+    own = describe(source)
+    peers = Peers(group, device)
+    first = peers.broadcast(own)
+
+    def compare() -> None:
+        if own[1] != first[1]:
+            raise CheckpointError(f"sees {own[0]} where rank 0 sees {first[0]}")
+
+    peers.agree(attempt(compare), "not all ranks see the same checkpoint; give a folder that all nodes share")
 
 
 def save_run(run: Run, root: str) -> None:
@@ -111,17 +182,16 @@ def save_run(run: Run, root: str) -> None:
 
 
 def load_run(run: Run, source: Source) -> None:
-    """Fill ``run`` from a checkpoint; all ranks together.
+    """Fill ``run`` from a checkpoint that :func:`check_source` has let pass; all ranks together.
 
     Raises:
-        ValueError: if settings differ that would change the run, or a part is missing.
+        CheckpointError: on every rank, if any cannot read what it needs.
     """
     config = run.config.checkpoint
     step = source.manifest.iteration
     log.info(" loading checkpoint from %s at iteration %d", source.root, step)
     group, device = run.state.world_group, run.device
     checkpoint = open_checkpoint(source.root, group, device, step)
-    _check_parts(source, run.config)
     states = run.optimizer.state_tensors()
     own = [(named, named.parameter.data) for named in run.parameters]
     _load_weights(checkpoint, states.pop(MAIN, own), group, device)
@@ -139,24 +209,6 @@ def load_run(run: Run, source: Source) -> None:
         if config.load_optim:
             run.optimizer.load_state_dict(source.manifest.state["optimizer"])
     log.info("  successfully loaded checkpoint from %s %s at iteration %d", source.root, _layout(run), step)
-
-
-def _check_parts(source: Source, config: RunConfig) -> None:
-    """Refuse a checkpoint that lacks a part that is asked for, or whose settings would falsify the run."""
-    compare_configs(source.config, config, fresh=not source.resumes)
-    if not source.resumes:
-        return
-    state, options = source.manifest.state, config.checkpoint
-    if options.load_optim and "optimizer" not in state:
-        raise ValueError(
-            f"the checkpoint {source.folder} holds no optimizer state (it was saved with --no-save-optim); "
-            "pass --no-load-optim to go on with fresh moments, or --finetune to start anew from its weights"
-        )
-    if options.load_rng and "rng" not in state:
-        raise ValueError(
-            f"the checkpoint {source.folder} holds no random state (it was saved with --no-save-rng); pass "
-            "--no-load-rng to go on with the random streams of --seed"
-        )
 
 
 def _owned_tensors(run: Run) -> list[ShardedTensor]:

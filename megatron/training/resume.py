@@ -99,6 +99,14 @@ def compare_configs(saved: RunConfig, current: RunConfig, *, fresh: bool) -> Non
     if not fresh:
         for difference in _differences(saved, current, _NOTED):
             log.info("changed on resume: %s", difference)
+        before, now = _length(saved), _length(current)
+        if before != now:
+            log.warning(
+                "the run is %d samples long, and was %d in the checkpoint: where either is more than one "
+                "epoch of the data, samples come in another order from here on: some come again, some never",
+                now,
+                before,
+            )
 
 
 def shape_differences(saved: TransformerConfig, current: TransformerConfig) -> list[Difference]:
@@ -116,6 +124,15 @@ def shape_differences(saved: TransformerConfig, current: TransformerConfig) -> l
         Difference(*(flag_text(TransformerConfig, name, getattr(one, name)) for one in (saved, current)))
         for name in names
     ]
+
+
+def _length(config: RunConfig) -> int:
+    """Samples of a whole run, which the order of samples depends on where they are more than one epoch."""
+    training = config.training
+    if training.train_iters is None:
+        assert training.train_samples is not None, "a validated config has one of the two"
+        return training.train_samples
+    return training.train_iters * config.global_batch_size
 
 
 def _differences(

@@ -62,3 +62,17 @@ class Run:
     """Set by a hook to end the run after this iteration."""
     resumed_iteration: int = 0
     """Iterations that the loaded checkpoint had done."""
+
+    @property
+    def last_iteration(self) -> int:
+        """Number of the run's last iteration; a last partial global batch is left out.
+
+        Of a run that is counted in samples, those that are left count, since they may have been consumed with
+        another global batch size.
+        """
+        training = self.config.training
+        if training.train_iters is not None:
+            return training.train_iters
+        assert training.train_samples is not None, "a validated config has one of the two"
+        left = max(training.train_samples - self.progress.consumed_samples, 0)
+        return self.progress.iteration + left // self.batch_plan.global_batch_size

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.partition import layer_ranges
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, lower
 from megatron.core.tensor_parallel import initialize_parameters
 from megatron.core.tokenizers import Tokenizer
+from megatron.training.acceleration import accelerate
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
 from megatron.training.initialize import Runtime
@@ -60,6 +61,7 @@ def build_run(
     for number, layers in enumerate(splits):
         log.info(" > pipeline stage %d holds layers %d to %d", number, layers.start, layers.stop - 1)
     model = task.build_model(config, stage, state.group("tp"), Placement(dtype, runtime.device))
+    accelerate(model, runtime)
     initialize_parameters(model, config.training.seed)
     parameters = list(named_parameters(model))
     _log_parameter_counts(runtime, parameters)
@@ -123,18 +125,20 @@ def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) ->
         )
 
 
-def samples_asked_for(config: RunConfig) -> tuple[int, int, int]:
-    """Samples of training, validation and test that a run will read at most."""
-    iterations, batch = config.total_iterations, config.global_batch_size
-    evaluation = config.evaluation
-    evaluations = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
-    eval_iters = evaluation.eval_iters
-    return iterations * batch, evaluations * eval_iters * batch, eval_iters * batch
+def samples_asked_for(run: Run) -> tuple[int, int, int]:
+    """Samples of training, validation and test that a run will have read at its end, at most."""
+    last, batch, evaluation = run.last_iteration, run.batch_plan.global_batch_size, run.config.evaluation
+    training = run.config.training.train_samples
+    if training is None:
+        training = run.progress.consumed_samples + max(last - run.progress.iteration, 0) * batch
+    evaluations = last // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
+    per_evaluation = evaluation.eval_iters * batch
+    return training, evaluations * per_evaluation, per_evaluation
 
 
 def attach_data(run: Run, tokenizer: Tokenizer | None) -> None:
     """Build the datasets and this rank's readers, at the samples where ``run.progress`` stands."""
-    datasets = run.task.build_datasets(run.config, tokenizer, samples_asked_for(run.config))
+    datasets = run.task.build_datasets(run.config, tokenizer, samples_asked_for(run))
     for line in datasets.description:
         log.info(" > %s", line)
     if datasets.train is None:

@@ -1,5 +1,6 @@
 """The story of a run: settings, set-up, iterations, end."""
 
+import contextlib
 import datetime
 import logging
 import os
@@ -11,8 +12,15 @@ import torch.distributed as dist
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_arguments, resolve
-from megatron.training.checkpointing import find_source, load_run
-from megatron.training.console import configure, report_failure
+from megatron.training.checkpointing import (
+    agree_on_source,
+    check_save_folder,
+    check_source,
+    find_source,
+    load_run,
+)
+from megatron.training.console import configure
+from megatron.training.failure import end_rank, together
 from megatron.training.hooks import (
     CheckpointHook,
     EvaluationHook,
@@ -40,6 +48,7 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     config = parse_arguments(argv, description)
     world = discover_world(os.environ)
     configure(world.rank, world.world_size)
+    check_save_folder(config.checkpoint)
     source = find_source(config.checkpoint)
     tokenizer = (
         build_tokenizer(config.tokenizer, config.model.vocab_size)
@@ -52,14 +61,17 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
         tokenizer_vocab_size=tokenizer.vocab_size if tokenizer else None,
         world_size=world.world_size,
     )
+    if source is not None:
+        check_source(source, config)
     runtime = initialize(config, world)
+    agree_on_source(source, runtime.state.world_group, runtime.device)
     resumed = source.config if source is not None and source.resumes else None
     run = build_run(config, task, runtime, resumed)
     if source is not None:
         load_run(run, source)
     verify_replicas(run)
-    attach_data(run, tokenizer)
-    attach_metrics(run)
+    together(lambda: attach_data(run, tokenizer), runtime.state.world_group, runtime.device)
+    together(lambda: attach_metrics(run), runtime.state.world_group, runtime.device)
     train(run, build_hooks(run))
 
 
@@ -79,20 +91,20 @@ def build_hooks(run: Run) -> list[Hook]:
 
 def train(run: Run, hooks: Sequence[Hook]) -> None:
     """Iterate until the last iteration, or until a hook stops the run."""
-    for hook in hooks:
-        hook.before_training(run)
-    log.info("[before the start of training step] datetime: %s", _now())
-    while run.progress.iteration < run.config.total_iterations and run.stop_reason is None:
-        start = time.perf_counter()
-        outcome = train_step(run)
-        _advance(run, outcome)
-        elapsed = time.perf_counter() - start
+    with contextlib.closing(run.metrics):  # whatever ends the run, its figures are written
         for hook in hooks:
-            hook.after_step(run, outcome, elapsed)
-    log.info("[after training is done] datetime: %s", _now())
-    for hook in hooks:
-        hook.after_training(run)
-    run.metrics.close()
+            hook.before_training(run)
+        log.info("[before the start of training step] datetime: %s", _now())
+        while run.progress.iteration < run.last_iteration and run.stop_reason is None:
+            start = time.perf_counter()
+            outcome = train_step(run)
+            _advance(run, outcome)
+            elapsed = time.perf_counter() - start
+            for hook in hooks:
+                hook.after_step(run, outcome, elapsed)
+        log.info("[after training is done] datetime: %s", _now())
+        for hook in reversed(hooks):
+            hook.after_training(run)
     if run.stop_reason is not None:
         log.info("%s", run.stop_reason)
 
@@ -115,26 +127,11 @@ def _now() -> str:
 def main(task: Task, description: str) -> None:
     """Run :func:`pretrain` as a program: exit code 0, or one line about what is wrong and a code above 0.
 
-    A rank that fails ends its process at once, so that its peers (and the launcher) see it gone instead of
-    waiting for it in a collective.
+    How a rank that fails ends, and which one says why: :mod:`megatron.training.failure`.
     """
     try:
         pretrain(task, sys.argv[1:], description)
     except Exception as error:  # noqa: BLE001 - every failure must end this rank, whatever it is
-        settled = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if settled else discover_rank()
-        if settled or rank == 0:
-            report_failure(error, prefix=f"[rank {rank}] " if settled and dist.get_world_size() > 1 else "")
-        sys.stdout.flush()
-        os._exit(1)
+        end_rank(error)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def discover_rank() -> int:
-    """This process's rank as its launcher says, 0 where that is not known."""
-    for name in ("RANK", "SLURM_PROCID"):
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 0

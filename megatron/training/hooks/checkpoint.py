@@ -1,5 +1,7 @@
 """Checkpoints at fixed iterations and at the end of a run."""
 
+from pathlib import Path
+
 from megatron.training.checkpointing import save_run
 from megatron.training.config import CheckpointConfig
 from megatron.training.hooks.base import Hook
@@ -15,8 +17,10 @@ class CheckpointHook(Hook):
         self._saved: int | None = None
 
     def before_training(self, run: Run) -> None:
-        """Remember what is saved already."""
-        self._saved = run.progress.iteration
+        """Remember what is saved already: what was loaded, unless this run saves elsewhere."""
+        save, load = self._config.save, self._config.load
+        if save is not None and load is not None and Path(save).resolve() == Path(load).resolve():
+            self._saved = run.progress.iteration
 
     def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
         """Save where the interval, or the end of the run, asks for it."""
