@@ -101,7 +101,7 @@ def compare_configs(saved: RunConfig, current: RunConfig, *, fresh: bool) -> Non
             log.info("changed on resume: %s", difference)
         before, now = _length(saved), _length(current)
         if before != now:
-            log.warning(
+            log.info(
                 "the run is %d samples long, and was %d in the checkpoint: where either is more than one "
                 "epoch of the data, samples come in another order from here on: some come again, some never",
                 now,
