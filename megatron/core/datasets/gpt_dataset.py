@@ -60,9 +60,10 @@ class GPTDataset(Dataset[Sample]):
     """The samples of one split of one dataset, in shuffled order.
 
     A sample is a dict of arrays: ``tokens`` and ``labels`` [s] int64 (each label is the token after its
-    input), ``loss_mask`` [s] float32, ``position_ids`` [s] int64 and, with ``reset_attention_mask``,
-    ``segment_ids`` [s] int64: 0 for the first document that the sample touches, 1 for the next, and so on; an
-    end-of-document token belongs to the document that it ends. There is no padding.
+    input) and ``loss_mask`` [s] float32. With ``reset_position_ids`` also ``position_ids`` [s] int64 (without,
+    positions are 0..s-1). With ``reset_attention_mask`` also ``segment_ids`` [s] int64: 0 for the first
+    document that the sample touches, 1 for the next, and so on; an end-of-document token belongs to the
+    document that it ends. There is no padding.
 
     Args:
         source: the tokens.
@@ -90,7 +91,6 @@ class GPTDataset(Dataset[Sample]):
             "tokens": tokens,
             "labels": labels,
             "loss_mask": np.ones(len(tokens), dtype=np.float32),
-            "position_ids": np.arange(len(tokens), dtype=np.int64),
         }
         if options.eod_mask_loss:
             sample["loss_mask"][tokens == options.eod] = 0
@@ -98,7 +98,7 @@ class GPTDataset(Dataset[Sample]):
             starts_document = np.zeros(len(tokens), dtype=bool)
             starts_document[1:] = tokens[:-1] == options.eod
             if options.reset_position_ids:
-                positions = sample["position_ids"]
+                positions = np.arange(len(tokens), dtype=np.int64)
                 sample["position_ids"] = positions - np.maximum.accumulate(positions * starts_document)
             if options.reset_attention_mask:
                 sample["segment_ids"] = np.cumsum(starts_document, dtype=np.int64)
