@@ -10,6 +10,9 @@ from types import TracebackType
 PROGRESS = "megatron.progress"
 """Logger of the lines about iterations; it speaks on the last rank, as people's scripts expect."""
 
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "remote process exited")
+"""What gloo and NCCL say in a collective that another rank does not take part in any more."""
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -28,9 +31,14 @@ def report_failure(error: BaseException, *, prefix: str = "") -> None:
     """Say on standard error why the run ends: one line for the user's errors, a traceback for ours.
 
     An error that our own code raised on purpose is the user's; any other is a defect or a failure of the
-    machine, whose traceback is needed.
+    machine, whose traceback is needed. Where another rank has gone, the reason is that rank's to say.
     """
-    if isinstance(error, ValueError | RuntimeError | OSError) and raised_here(error.__traceback__):
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
+        first_line = str(error).strip().split("\n")[0]
+        sys.stderr.write(
+            f"{prefix}error: lost another rank, which should have said why it ended ({first_line})\n"
+        )
+    elif isinstance(error, ValueError | RuntimeError | OSError) and raised_here(error.__traceback__):
         sys.stderr.write(f"{prefix}error: {error}\n")
     else:
         sys.stderr.write(prefix + "".join(traceback.format_exception(error)))

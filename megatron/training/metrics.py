@@ -102,8 +102,18 @@ class JsonLinesSink:
     """``--metrics-file``: one JSON object a line; floats at full precision, NaN and infinities as strings."""
 
     def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the run
+        """Open ``path`` to append to it, and make its folder if need be.
+
+        Raises:
+            ValueError: if it cannot be written to.
+        """
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
+        except OSError as error:
+            raise ValueError(
+                f"--metrics-file {path}: {error.strerror}; give a file in a folder of yours"
+            ) from None
 
     def iteration(self, record: IterationRecord) -> None:
         """Write an iteration record."""
@@ -194,7 +204,17 @@ class TensorBoardSink:
     """Scalars under Megatron-LM's names."""
 
     def __init__(self, folder: str, queue_size: int, options: TensorBoardOptions) -> None:
-        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        """Open an event file in ``folder``.
+
+        Raises:
+            ValueError: if it cannot be written to.
+        """
+        try:
+            self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        except OSError as error:
+            raise ValueError(
+                f"--tensorboard-dir {folder}: {error.strerror}; give a folder of yours"
+            ) from None
         self._options = options
 
     def text(self, name: str, value: str) -> None:

@@ -1,12 +1,16 @@
 """Losses on the validation and test splits."""
 
+import logging
 from typing import Literal
 
+from megatron.training.console import PROGRESS
 from megatron.training.hooks.base import Hook
 from megatron.training.metrics import EvaluationRecord
 from megatron.training.progress import StepOutcome
 from megatron.training.run import Run
 from megatron.training.step import evaluation_losses
+
+progress_log = logging.getLogger(PROGRESS)
 
 
 class EvaluationHook(Hook):
@@ -23,7 +27,7 @@ class EvaluationHook(Hook):
 
     def after_training(self, run: Run) -> None:
         """Evaluate both splits, unless the run was stopped before its last iteration."""
-        if run.stop_reason is None:
+        if run.progress.iteration >= run.last_iteration:
             self._evaluate(run, "valid", final=True)
             self._evaluate(run, "test", final=True)
 
@@ -35,6 +39,13 @@ class EvaluationHook(Hook):
         if not exists or not self._iterations:
             return
         losses = evaluation_losses(run, reader, self._iterations)
+        if not losses:
+            progress_log.warning(
+                " iteration %d: no token of the %s data counts towards the loss: there is none to report",
+                run.progress.iteration,
+                "validation" if split == "valid" else split,
+            )
+            return
         run.metrics.evaluation(
             EvaluationRecord(run.progress.iteration, run.progress.consumed_samples, split, losses, final)
         )
