@@ -52,29 +52,29 @@ cat >"$OUT/gpt.args" <<ARGS
 --data-path $OUT/moby_dick_text_document --split 90,5,5 --num-workers 0
 --tokenizer-type GPT2BPETokenizer --vocab-file $OUT/tokenizer/vocab.json --merge-file $OUT/tokenizer/merges.txt
 # The recipe.
---micro-batch-size 8 --global-batch-size 16 --train-iters 600
---lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 30
+--micro-batch-size 8 --global-batch-size 16 --train-iters 400
+--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
 # What it reports and keeps.
---log-interval 50 --eval-interval 150 --eval-iters 8
---save $OUT/checkpoints --load $OUT/checkpoints --save-interval 300
+--log-interval 50 --eval-interval 100 --eval-iters 8
+--save $OUT/checkpoints --load $OUT/checkpoints --save-interval 200
 --tensorboard-dir $OUT/tensorboard --metrics-file $OUT/metrics.jsonl
 ARGS
 step "3. Pretrain, every layer split over $SPLIT ranks (tensor parallel), and stop half-way"
 run cat "$OUT/gpt.args"
 run torchrun --standalone --nproc-per-node "$RANKS" pretrain_gpt.py "@$OUT/gpt.args" \
-    --tensor-model-parallel-size "$SPLIT" --exit-interval 300
+    --tensor-model-parallel-size "$SPLIT" --exit-interval 200
 
 step "4. Resume from that checkpoint in another layout: the layers dealt over $SPLIT stages (pipeline parallel)"
 run torchrun --standalone --nproc-per-node "$RANKS" pretrain_gpt.py "@$OUT/gpt.args" \
     --pipeline-model-parallel-size "$SPLIT"
 
 step "5. What came of it"
-run python tools/generate_text.py --load "$OUT/checkpoints" --prompt "The whale" --prompt "Call me" \
+run python tools/generate_text.py --load "$OUT/checkpoints" --prompt "The whale" "Call me" \
     --max-new-tokens 60 --temperature 0.8 --top-p 0.9
 ENTROPY="$(sed -n 's/.*unigram entropy (nats): //p' "$OUT/dataset.txt")"
 run python tools/plot_loss.py "$OUT/metrics.jsonl" --output "$OUT/loss.png" \
-    --mark 300 "resumed: tensor $SPLIT -> pipeline $SPLIT" --reference "$ENTROPY" "unigram entropy"
+    --mark 200 "resumed: tensor $SPLIT -> pipeline $SPLIT" --reference "$ENTROPY" "unigram entropy"
 python - "$OUT" "$ENTROPY" <<'PY'
 import json
 import math

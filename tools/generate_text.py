@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continue texts with a trained checkpoint, saved in whatever layout.
 
-    python tools/generate_text.py --load checkpoints --prompt "Call me" --prompt "The whale" --top-p 0.9
+    python tools/generate_text.py --load checkpoints --prompt "Call me" "The whale" --top-p 0.9
 
 The model and the tokenizer come from the checkpoint's own settings. Started by torchrun, all ranks share
 every layer (tensor parallel), for models too large for one device.
