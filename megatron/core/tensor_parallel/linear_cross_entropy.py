@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.vocab_shard import VocabShard
 
 BLOCK_BYTES = 2**27
 """Most memory for a block of logits. The longer a block, the less often the weight's gradient is added to."""
-COLUMNS = 4096
+COLUMNS = 8192
 """Columns of logits that go into one product for the weight's gradient."""
 
 
@@ -105,35 +105,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
-        size = _block_size(rows, plan.shard)
-        losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
-        # What several blocks add up is summed in float32 at least.
-        sum_dtype = weight.dtype if size >= rows.shape[0] else losses.dtype
-        grad_rows = torch.empty_like(rows) if plan.needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if plan.needs_weight else None
-        valid = plan.shard.valid  # padding takes no probability and gets no gradient: leave it out altogether
-        buffer = rows.new_empty(size, valid)
-        works = []
-        for first in range(0, rows.shape[0], size):
-            part = slice(first, first + size)
-            x = rows[part]
-            logits = torch.mm(x, weight[:valid].t(), out=buffer[: x.shape[0]])
-            losses[part] = _logits_to_gradient(logits, labels[part], plan)
-            scale = None if weights is None else weights[part, None].to(x.dtype)
-            if grad_rows is not None:
-                own = torch.mm(logits, weight[:valid], out=grad_rows[part])
-                if scale is not None:
-                    own.mul_(scale)
-                if plan.group.size() > 1:
-                    works.append(dist.all_reduce(own, group=plan.group, async_op=True))
-            if grad_weight is not None:
-                _add_product(grad_weight[:valid], logits, x if scale is None else x * scale)
-        for work in works:
-            work.wait()
-        del buffer
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_rows, grad_weight)
+        losses, grad_rows, grad_weight = _walk(rows, weight, labels, weights, plan)
+        ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses if weights is None else losses * weights).sum(), losses
 
@@ -146,6 +119,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_rows, grad_weight, None, None, None
 
 
+def _walk(
+    rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses, gradient of ``rows`` (replicated) and of ``weight`` (in float32 at least if blocks add up)."""
+    size = _block_size(rows, plan.shard)
+    losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+    sum_dtype = weight.dtype if size >= rows.shape[0] else losses.dtype
+    grad_rows = torch.empty_like(rows) if plan.needs_hidden else None
+    grad_weight = torch.empty_like(weight, dtype=sum_dtype) if plan.needs_weight else None
+    if grad_weight is not None and not rows.shape[0]:
+        grad_weight.zero_()  # no block will write it
+    buffer = rows.new_empty(size, plan.shard.rows)
+    works = []
+    for first in range(0, rows.shape[0], size):
+        part = slice(first, first + size)
+        x = rows[part]
+        logits = torch.mm(x, weight.t(), out=buffer[: x.shape[0]])
+        losses[part] = _logits_to_gradient(logits, labels[part], plan)
+        scale = None if weights is None else weights[part, None].to(x.dtype)
+        if grad_rows is not None:
+            own = torch.mm(logits, weight, out=grad_rows[part])
+            if scale is not None:
+                own.mul_(scale)
+            if plan.group.size() > 1:  # runs while the weight's gradient is computed
+                works.append(dist.all_reduce(own, group=plan.group, async_op=True))
+        if grad_weight is not None:
+            _write_product(grad_weight, logits, x if scale is None else x * scale, add=first > 0)
+    for work in works:
+        work.wait()
+    return losses, grad_rows, grad_weight
+
+
 def _block_size(rows: Tensor, shard: VocabShard) -> int:
     """Tokens in a block: as equal blocks as they go, each within the memory allowed."""
     # By the padded size, which is the same on every rank: all walk the same blocks.
@@ -155,25 +160,29 @@ def _block_size(rows: Tensor, shard: VocabShard) -> int:
 
 
 def _logits_to_gradient(logits: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
-    """Losses of a block [n]; ``logits`` [n, valid] become their own gradient, where one is needed."""
+    """Losses of a block [n]; ``logits`` [n, v_pad/tp] become their own gradient, where one is needed.
+
+    Padding is kept in (a whole number of aligned columns is faster to multiply) with a probability of zero.
+    """
     shard, smoothing = plan.shard, plan.smoothing
     ids, mine = shard.local(labels)
     wide = torch.promote_types(logits.dtype, torch.float32)
     maximum, log_sum = logits.new_full((2, logits.shape[0]), -torch.inf, dtype=wide)
     linear = logits.new_zeros(logits.shape[0], dtype=wide)
     target = linear
+    logits[:, shard.valid :] = -torch.inf if shard.valid else 0.0
     if shard.valid:
         target = logits.gather(1, ids[:, None]).squeeze(1).to(wide)
         linear = target if mine is None else target * mine
         if smoothing:
             linear = (1 - smoothing) * linear
-        step = max(elementwise_tile(logits.device) // shard.valid, 1)
+        step = max(elementwise_tile(logits.device) // shard.rows, 1)
         for first in range(0, logits.shape[0], step):
             part = slice(first, first + step)
             some = logits[part].to(wide)
             maximum[part] = some.amax(1)
             if smoothing:
-                linear[part] += smoothing / shard.vocab_size * some.sum(1)
+                linear[part] += smoothing / shard.vocab_size * some[:, : shard.valid].sum(1)
             torch.softmax(some, 1, out=some)
             # The largest of these probabilities is 1 / sum(exp(logits - maximum)).
             log_sum[part] = maximum[part] - some.amax(1).log()
@@ -184,22 +193,29 @@ def _logits_to_gradient(logits: Tensor, labels: Tensor, plan: _Plan) -> Tensor:
         if plan.group.size() > 1:
             logits.mul_((log_sum - log_whole).exp()[:, None])  # probabilities among the whole vocabulary
         if smoothing:
-            logits.sub_(smoothing / shard.vocab_size)
+            logits[:, : shard.valid] -= smoothing / shard.vocab_size
         # The label's entry from its logit, in full precision, as probability and 1 nearly cancel.
         at_label = (target - log_whole).exp() - (1 - smoothing + smoothing / shard.vocab_size)
-        at_label = at_label.to(logits.dtype)[:, None]
+        at_label = at_label.to(logits.dtype)
         if mine is not None:
-            at_label = torch.where(mine[:, None], at_label, logits.gather(1, ids[:, None]))
-        logits.scatter_(1, ids[:, None], at_label)
+            at_label = torch.where(mine, at_label, logits.gather(1, ids[:, None]).squeeze(1))
+        # Not scatter_, which on a CPU copies all of a bfloat16 tensor to float32 and back.
+        logits[torch.arange(ids.numel(), device=ids.device), ids] = at_label
     return log_whole - linear
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
-    """Add ``grad_logits.T @ rows`` to ``total`` [valid, h], some columns of the logits at a time."""
+def _write_product(total: Tensor, grad_logits: Tensor, rows: Tensor, *, add: bool) -> None:
+    """Set ``total`` [v_pad/tp, h] to ``grad_logits.T @ rows``, or add to it, some columns at a time."""
     for first in range(0, total.shape[0], COLUMNS):
         part = slice(first, first + COLUMNS)
         columns = grad_logits[:, part].t()
-        if total.dtype == rows.dtype:
+        if total.dtype != rows.dtype:
+            product = torch.mm(columns, rows)
+            if add:
+                total[part] += product
+            else:
+                total[part] = product
+        elif add:
             total[part].addmm_(columns, rows)
         else:
-            total[part] += torch.mm(columns, rows)
+            torch.mm(columns, rows, out=total[part])
