@@ -103,12 +103,14 @@ def find(root: Path, step: int | None = None) -> Path:
             f"{root} is itself the folder of one checkpoint: give the folder above it (and --ckpt-step)"
         )
     inventory = survey(root)
-    for path in inventory.unfinished:
-        logger.warning("unfinished checkpoint, left out: %s", path)
+    if step is None:
+        # Every rank may look for itself: what they all see alike is said at a level at which one rank speaks.
+        for path in inventory.unfinished:
+            logger.info("unfinished checkpoint, left out: %s", path)
     wanted = step if step is not None else inventory.tracked
     if wanted is None and inventory.complete:
         wanted = max(inventory.complete)
-        logger.warning("no %s in %s: taking the newest complete iteration, %d", TRACKER_NAME, root, wanted)
+        logger.info("no %s in %s: taking the newest complete iteration, %d", TRACKER_NAME, root, wanted)
     if wanted is None:
         raise CheckpointNotFoundError(f"no checkpoint found; {inventory}")
     if wanted not in inventory.complete:
