@@ -179,14 +179,6 @@ class RunConfig:
         return self.training.global_batch_size
 
     @property
-    def total_iterations(self) -> int:
-        """Iterations of the whole run, of a resolved config; a last partial global batch is left out."""
-        if self.training.train_iters is not None:
-            return self.training.train_iters
-        assert self.training.train_samples is not None, "the config is not resolved"
-        return self.training.train_samples // self.global_batch_size
-
-    @property
     def skips_nonfinite(self) -> bool:
         """Whether a NaN or infinite loss or gradient costs one update instead of ending the run."""
         return self.optimizer.skip_nan_iterations

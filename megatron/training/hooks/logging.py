@@ -72,7 +72,7 @@ class LoggingHook(Hook):
         mean_seconds = self._window_seconds / window.iterations
         return LogLine(
             iteration=record.iteration,
-            train_iters=run.config.total_iterations,
+            train_iters=run.last_iteration,
             consumed_samples=record.consumed_samples,
             elapsed_ms=mean_seconds * 1000,
             throughput=self._per_device(run, mean_seconds) if self._config.log_throughput else None,

@@ -117,7 +117,7 @@ def test_loss_scale_skips_and_schedules_of_fp16(prefix, tmp_path):
 def test_a_run_counted_in_samples_stopped_before_its_first_evaluation(prefix, tmp_path):
     counted = flags(prefix, SMALL, *DROPOUT)
     at = counted.index("--train-iters")
-    counted[at : at + 2] = ["--train-samples", "64"]
+    counted[at : at + 2] = ["--train-samples", "67"]  # the last three make no global batch
     counted += ["--split", "80,10,10", "--eval-interval", "1000", "--eval-iters", "1"]
     straight, parts, larger = (tmp_path / name for name in ("straight", "parts", "larger"))
     stop = ["--exit-interval", "2"]

@@ -29,7 +29,6 @@ def test_resolve_fills_what_follows_from_other_settings():
     assert model.vocab_size == 101
     assert model.padded_vocab_size(2) == 256
     assert config.global_batch_size == 8  # micro-batch 2 x 4 replicas
-    assert config.total_iterations == 10
     assert config.data.split == "1, 1, 1"
     assert batch_plan(config, 8).num_microbatches == 1
     assert resolve(config, None, 101, 8) == config
@@ -86,7 +85,6 @@ def test_lengths_in_samples():
     )
     lengths = schedule_lengths(config)
     assert (lengths.warmup, lengths.decay, lengths.wsd) == (pytest.approx(8.1), 81, 20)
-    assert config.total_iterations == 10
 
 
 def test_skipping_nans_is_asked_for_in_either_way():
