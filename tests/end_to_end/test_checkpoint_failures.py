@@ -1,8 +1,10 @@
 """Checkpoints that are not there, broken, or cannot be written: one line, a code above 0, nothing lost."""
 
+import functools
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +30,9 @@ def saved(prefix, tmp_path_factory):
     return root
 
 
-def refused(argv, folder, ranks=1):
+def refused(argv, folder, ranks=1, prepare=None):
     """What the job says in one line before it ends without training."""
-    job = launch(ranks, argv, folder).wait()
+    job = launch(ranks, argv, folder, prepare).wait()
     assert job.codes == [1] * ranks, job.errors
     lines = "".join(job.errors).splitlines()
     assert len(lines) == 1, job.errors
@@ -132,6 +134,25 @@ def test_of_several_ranks_one_says_it(prefix, saved, tmp_path, spoil):
     shutil.copytree(saved, root)
     spoil(root)
     refused(flags(prefix, SMALL, "--load", str(root)), tmp_path, ranks=2)
+
+
+def enter_own_folder(parent: Path) -> None:
+    os.chdir(parent / os.environ["RANK"])
+
+
+@pytest.mark.parametrize("relation", ["none", "older"])
+def test_ranks_that_see_different_folders_do_not_start(prefix, saved, tmp_path, relation):
+    """Relative names, and a working folder of its own for each rank: nodes that share no file system."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    shutil.copytree(saved, tmp_path / "0" / "root")
+    if relation == "older":
+        shutil.copytree(saved, tmp_path / "1" / "root")
+        (tmp_path / "1" / "root" / "latest_checkpointed_iteration.txt").write_text("2")
+    seen = {"none": "no checkpoint", "older": "root/iter_0000002"}[relation]
+    argv = flags(prefix, SMALL, "--load", "root", "--save", "root")
+    line = refused(argv, tmp_path, ranks=2, prepare=functools.partial(enter_own_folder, tmp_path))
+    assert f"rank 1: sees {seen} where rank 0 sees root/iter_0000004" in line
 
 
 def put_a_folder_in_the_way_of_rank_1() -> None:

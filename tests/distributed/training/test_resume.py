@@ -114,6 +114,17 @@ def test_loss_scale_skips_and_schedules_of_fp16(prefix, tmp_path):
     assert progress["schedule_samples"] == 8 * (20 - sum(skipped))
 
 
+def test_shuffled_epochs_worker_processes_and_momentum(prefix, tmp_path):
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    base = flags(prefix, SMALL, *DROPOUT, "--optimizer", "sgd", "--train-iters", "12")
+    base += "--dataloader-type cyclic --reset-attention-mask --reset-position-ids".split()
+    stopping = [*base, *resuming(tmp_path / "root"), *metrics(parts), "--exit-interval", "7"]
+    runs = [[*base, *metrics(straight)], stopping, [*stopping, "--num-workers", "1"]]
+    run_ranks(1, metered_runs, runs)
+    assert column(iterations(parts), "iteration") == list(range(1, 13))
+    assert iterations(parts) == iterations(straight)
+
+
 def test_a_run_counted_in_samples_stopped_before_its_first_evaluation(prefix, tmp_path):
     counted = flags(prefix, SMALL, *DROPOUT)
     at = counted.index("--train-iters")
