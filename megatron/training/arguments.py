@@ -19,6 +19,7 @@ from megatron.training.flags import (
     flags_of,
     launched_rank,
     missing_flags,
+    stop_with_error,
 )
 from megatron.training.foreign_flags import FOREIGN_VALUES, add_foreign_flags, judge_foreign_flags
 from megatron.training.plan import run_schedule
@@ -88,6 +89,20 @@ def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
         for note in notes:
             log.warning("%s", note)
     return config
+
+
+def refuse_misfits(config: RunConfig, world_size: int) -> None:
+    """End the program, as :func:`parse_arguments` does, where settings cannot make a run of so many ranks.
+
+    All ranks find the same, so none has to wait for another to know it. With --use-checkpoint-args the model
+    is not known yet, and :func:`resolve` finds what does not fit.
+    """
+    if config.checkpoint.use_checkpoint_args:
+        return
+    try:
+        validate(config, world_size)
+    except ValueError as error:
+        stop_with_error(f"error: {error}")
 
 
 def resolve(

@@ -1,6 +1,8 @@
 """From datasets to this rank's micro-batches on its device."""
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -45,6 +47,8 @@ class MicrobatchReader:
             dataset,
             batch_sampler=sampler,
             num_workers=workers,
+            # Workers share the memory maps that are open already, and are this rank's own children.
+            multiprocessing_context="fork" if workers else None,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_outlive_sigterm if config.training.exit_signal_handler else None,
@@ -76,8 +80,15 @@ class MicrobatchReader:
 
 
 def _outlive_sigterm(worker: int) -> None:
-    """Let a worker go on at SIGTERM, which a scheduler sends to every process: its rank has yet to save.
+    """Let a worker go on at a SIGTERM that a scheduler sends to every process: its rank has yet to save.
 
-    A worker ends with its rank in any case.
+    A rank that ends sends one too, and that still counts.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_rank, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_rank(rank_pid: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
+        pass
+    os._exit(0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import parse_arguments, resolve
+from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.checkpointing import (
     agree_on_source,
     check_save_folder,
@@ -48,6 +48,7 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     config = parse_arguments(argv, description)
     world = discover_world(os.environ)
     configure(world.rank, world.world_size)
+    refuse_misfits(config, world.world_size)
     check_save_folder(config.checkpoint)
     source = find_source(config.checkpoint)
     tokenizer = (

@@ -89,7 +89,7 @@ class LayerNorm(Norm):
 
 
 def use_layer_norm(module: nn.Module, function: LayerNormFunction) -> None:
-    """Let every :class:`LayerNorm` in ``module`` compute by ``function``, which gives what the plain one does."""
+    """Let every :class:`LayerNorm` in ``module`` compute by ``function``, as good as the plain one."""
     for norm in module.modules():
         if isinstance(norm, LayerNorm):
             norm.function = function
