@@ -3,11 +3,11 @@
 
     python benchmarks/train_step.py [--case 30m-bf16] [--rounds 12] [--threads 2]
 
-Both sides train the same shape on the same tokens: forward, backward, gradient clipping, AdamW. Ours is the
-training loop's own step; theirs is what a user would write: fused AdamW, in bf16 autocast over float32 weights.
-No torch.compile on either side. Each side lives in a process of its own, and they take turns step by step, so
-that a noisy machine hits both; the medians count. Memory is the peak resident set less what was resident before
-the model was built.
+Both sides train the same shape on the same tokens: forward, backward, gradient clipping, AdamW. Ours is
+the training loop's own step; theirs is what a user would write: fused AdamW, in bf16 autocast over float32
+weights. No torch.compile on either side. Each side lives in a process of its own, and they take turns step
+by step, so that a noisy machine hits both; the medians count. Memory is the peak resident set less what was
+resident before the model was built.
 """
 
 import argparse
@@ -194,8 +194,8 @@ def main() -> None:
             print(json.dumps({"case": name, **found}))
             continue
         print(
-            f"{name}: {found['ours_tokens_per_second']:.0f} against {found['theirs_tokens_per_second']:.0f} tokens/s, "
-            f"{found['speed_ratio']:.2f}x (at least {case.speed}x); peak {found['ours_peak_mb']:.0f} against "
+            f"{name}: {found['ours_tokens_per_second']:.0f} against "
+            f"{found['theirs_tokens_per_second']:.0f} tokens/s, {found['speed_ratio']:.2f}x (at least {case.speed}x); peak {found['ours_peak_mb']:.0f} against "
             f"{found['theirs_peak_mb']:.0f} MB, {found['memory_ratio']:.2f}x"
             + (f" (at most {case.memory}x)" if case.memory else "")
         )
