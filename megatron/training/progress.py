@@ -39,18 +39,18 @@ class StepOutcome:
 
     losses: dict[str, float]
     """Each loss: its sum over the global batch divided by its count."""
-    grad_norm: float | None
-    """Global L2 norm of the gradients before clipping; None where the step was given up before it."""
-    num_zeros: int | None
-    """Zeros among the gradients, if asked for."""
-    updated: bool
-    """Whether the weights were updated."""
     learning_rate: float
     """The learning rate that the update used."""
     weight_decay: float
     """The weight decay that the update used."""
     loss_scale: float
     """The loss scale that the backward pass used."""
+    grad_norm: float | None = None
+    """Global L2 norm of the gradients before clipping; None where the update was skipped."""
+    num_zeros: int | None = None
+    """Zeros among the gradients, if asked for; None where the update was skipped."""
+    updated: bool = False
+    """Whether the weights were updated."""
     remarks: tuple[str, ...] = ()
     """Lines that the user should see: why an update was skipped."""
 

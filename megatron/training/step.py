@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.optimizer import LossScaleError, NonFiniteGradientError, StepResult
+from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
 from megatron.core.pipeline_parallel.engine import run_pipeline
 from megatron.core.tensor_parallel import RandomStream
 from megatron.training.data import MicrobatchReader
@@ -33,30 +34,21 @@ def train_step(run: Run) -> StepOutcome:
         LossScaleError: if too many updates in a row were skipped at the minimum loss scale.
     """
     progress = run.progress
-    learning_rate = run.schedule.learning_rate(progress.schedule_samples)
-    weight_decay = run.schedule.weight_decay(progress.schedule_samples)
-    loss_scale = run.optimizer.loss_scale
+    outcome = StepOutcome(
+        losses={},
+        learning_rate=run.schedule.learning_rate(progress.schedule_samples),
+        weight_decay=run.schedule.weight_decay(progress.schedule_samples),
+        loss_scale=run.optimizer.loss_scale,
+    )
     batches = _take(run.readers.train, run)
     counts = _sum_over_losses(run, _loss_counts(run, batches))
 
-    def outcome(
-        losses: dict[str, float],
-        remarks: tuple[str, ...],
-        norm: float | None = None,
-        zeros: int | None = None,
-        updated: bool = False,
-    ) -> StepOutcome:
-        return StepOutcome(losses, norm, zeros, updated, learning_rate, weight_decay, loss_scale, remarks)
-
     if not counts.any():
-        names = run.task.loss_names
-        return outcome(
-            dict.fromkeys(names, 0.0),
-            ("no token of this global batch counts towards the loss: the update is skipped",),
-        )
+        reason = "no token of this global batch counts towards the loss: the update is skipped"
+        return replace(outcome, losses=dict.fromkeys(run.task.loss_names, 0.0), remarks=(reason,))
 
     run.reducer.zero_grad()
-    sums = _forward_backward(run, batches, loss_scale / counts.clamp(min=1))
+    sums = _forward_backward(run, batches, outcome.loss_scale / counts.clamp(min=1))
     run.reducer.finish()
     run.shared_gradients.sum()
     losses = _mean_losses(run, _sum_over_losses(run, sums), counts)
@@ -67,21 +59,18 @@ def train_step(run: Run) -> StepOutcome:
                 f"{message}; the weights are those of iteration {progress.iteration}. Lower --lr, look at "
                 "the data, or pass --skip-nan-iterations to go on without such updates"
             )
-        return outcome(losses, (f"{message}: the update is skipped",))
+        return replace(outcome, losses=losses, remarks=(f"{message}: the update is skipped",))
 
     try:
-        result = run.optimizer.step(learning_rate, weight_decay)
+        result = run.optimizer.step(outcome.learning_rate, outcome.weight_decay)
     except (LossScaleError, NonFiniteGradientError) as error:
         raise type(error)(f"iteration {progress.iteration + 1}: {error}") from None
-    return outcome(losses, _remarks(result, loss_scale), result.grad_norm, result.num_zeros, result.updated)
-
-
-def _remarks(result: StepResult, loss_scale: float) -> tuple[str, ...]:
-    """Why an update was skipped, if it was."""
-    if result.updated:
-        return ()
-    reason = result.problem or f"gradients overflowed at loss scale {loss_scale}"
-    return (f"{reason}: the update is skipped",)
+    if not result.updated:
+        reason = result.problem or f"gradients overflowed at loss scale {outcome.loss_scale}"
+        return replace(outcome, losses=losses, remarks=(f"{reason}: the update is skipped",))
+    return replace(
+        outcome, losses=losses, grad_norm=result.grad_norm, num_zeros=result.num_zeros, updated=True
+    )
 
 
 @torch.no_grad()

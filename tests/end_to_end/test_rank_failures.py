@@ -66,8 +66,7 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("slurm", [False, True])
+@pytest.mark.parametrize(("kind", "slurm"), [("dp", False), ("tp", True), ("pp", False)])
 def test_a_rank_that_raises_ends_the_others(prefix, tmp_path, kind, slurm):
     argv = flags(prefix, TINY, "--train-iters", "100000", *LAYOUTS[kind])
     prepare = functools.partial(fail_at, 3, 1, raise_error, slurm=slurm)
@@ -169,3 +168,17 @@ def test_a_loss_that_is_no_number_ends_all_ranks_and_one_of_them_says_so(prefix,
     assert len(metrics.read_text().splitlines()) == 3
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3]
+
+
+def test_overflows_without_end_end_the_run_and_leave_the_last_checkpoint(prefix, tmp_path):
+    root = str(tmp_path / "root")
+    argv = flags(prefix, TINY, "--fp16", "--save", root, "--load", root, "--max-consecutive-skips", "3")
+    job = launch(2, [*argv, "--loss-scale", "1024", "--exit-interval", "2"], tmp_path).wait(45)
+    assert job.codes == [0, 0], job.errors
+    before = {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file()}
+    job = launch(2, [*argv, "--loss-scale", "1e30"], tmp_path).wait(45)
+    assert job.codes == [1, 1]
+    assert job.errors[1] == ""
+    assert job.errors[0].startswith("[rank 0] error: iteration 5: 3 updates in a row were skipped ")
+    assert "1e+30" in job.errors[0]
+    assert before == {path: path.read_bytes() for path in (tmp_path / "root").rglob("*") if path.is_file()}
