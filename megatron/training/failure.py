@@ -72,13 +72,8 @@ def end_rank(error: Exception) -> NoReturn:
     """End this process with exit code 1, having said why unless another rank does."""
     settled = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if settled else launched_rank()
-    if settled:
-        speaks = not isinstance(error, PeerFailureError) and (
-            rank == 0 or not isinstance(error, _RAISED_ON_ALL_RANKS)
-        )
-        prefix = f"[rank {rank}] " if dist.get_world_size() > 1 else ""
-    else:
-        speaks, prefix = rank == 0, ""
+    speaks = _speaks(error, rank, settled)
+    prefix = f"[rank {rank}] " if settled and dist.get_world_size() > 1 else ""
     if speaks:
         report_failure(error, prefix=prefix)
     if not settled and not isinstance(error, RendezvousError):
@@ -90,6 +85,15 @@ def end_rank(error: Exception) -> NoReturn:
         time.sleep(_SECONDS_FOR_THE_SPEAKER)
     sys.stdout.flush()
     os._exit(1)
+
+
+def _speaks(error: Exception, rank: int, settled: bool) -> bool:
+    """Whether it is this rank that says what is wrong."""
+    if isinstance(error, PeerFailureError):
+        return False
+    if isinstance(error, RendezvousError):
+        return rank == 0 or not error.known_to_rank_zero
+    return rank == 0 or (settled and not isinstance(error, _RAISED_ON_ALL_RANKS))
 
 
 def _tell_peers(error: Exception) -> bool:

@@ -16,7 +16,12 @@ _ALL_HERE = "all have come"
 
 
 class RendezvousError(RuntimeError):
-    """The processes of a job did not all meet. Whoever sees it says so, since peers may not exist."""
+    """The processes of a job did not all meet."""
+
+    def __init__(self, problem: str, *, known_to_rank_zero: bool = False) -> None:
+        """Say ``problem``, and whether rank 0 is there and says it too."""
+        super().__init__(problem)
+        self.known_to_rank_zero = known_to_rank_zero
 
 
 def meet(world: World, seconds: float) -> Store:
@@ -64,6 +69,7 @@ def withdraw(world: World, problem: str) -> None:
     try:
         if not store.check(["settled"]):
             store.set("settled", f"rank {world.rank} failed at the start: {problem}")
+        store.add(f"rank_{world.rank}", 1)
         store.add("withdrawn", 1)
         if not world.hosts_store:
             return
@@ -163,7 +169,7 @@ def _give_up(store: Store, world: World, problem: str) -> None:
         store.set("settled", problem)
     if world.hosts_store:
         time.sleep(_SECONDS_FOR_PEERS)  # the store ends with this process, and others have yet to read it
-    raise RendezvousError(problem)
+    raise RendezvousError(problem, known_to_rank_zero=store.check(["rank_0"]))
 
 
 def _first_line(error: Exception) -> str:

@@ -112,6 +112,26 @@ def test_a_rank_that_fails_before_all_have_met(prefix, tmp_path, rank):
         assert job.errors[0].startswith("error: rank 1 failed at the start: ")
 
 
+def be_one_of_two(rank):
+    """Be a rank whose peer never comes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "error: only 1 of 2 ranks came within 1.2 s (--distributed-timeout-minutes): missing 1"),
+        (1, "error: rank 1 finds nobody at 127.0.0.1:"),
+    ],
+)
+def test_a_rank_whose_peer_never_comes(prefix, tmp_path, rank, said):
+    argv = flags(prefix, TINY, "--distributed-timeout-minutes", "0.02")
+    job = launch(1, argv, tmp_path, functools.partial(be_one_of_two, rank)).wait(30)
+    assert job.codes == [1]
+    assert job.errors[0].startswith(said)
+    assert job.errors[0].count("\n") == 1
+
+
 def test_a_rank_that_lacks_the_data_says_so_and_the_others_end(prefix, tmp_path):
     argv = flags(prefix, TINY)
     absent = ["--data-path", str(tmp_path / "absent")]
