@@ -193,11 +193,13 @@ def main() -> None:
         if arguments.json:
             print(json.dumps({"case": name, **found}))
             continue
+        ours, theirs = found["ours_tokens_per_second"], found["theirs_tokens_per_second"]
+        our_peak, their_peak = found["ours_peak_mb"], found["theirs_peak_mb"]
+        limit = f" (at most {case.memory}x)" if case.memory else ""
         print(
-            f"{name}: {found['ours_tokens_per_second']:.0f} against "
-            f"{found['theirs_tokens_per_second']:.0f} tokens/s, {found['speed_ratio']:.2f}x (at least {case.speed}x); peak {found['ours_peak_mb']:.0f} against "
-            f"{found['theirs_peak_mb']:.0f} MB, {found['memory_ratio']:.2f}x"
-            + (f" (at most {case.memory}x)" if case.memory else "")
+            f"{name}: {ours:.0f} against {theirs:.0f} tokens/s, {found['speed_ratio']:.2f}x (at least "
+            f"{case.speed}x); peak {our_peak:.0f} against {their_peak:.0f} MB, "
+            f"{found['memory_ratio']:.2f}x{limit}"
         )
 
 

@@ -61,9 +61,9 @@ class GPTDataset(Dataset[Sample]):
 
     A sample is a dict of arrays: ``tokens`` and ``labels`` [s] int64 (each label is the token after its
     input) and ``loss_mask`` [s] float32. With ``reset_position_ids`` also ``position_ids`` [s] int64
-    (without, positions are 0..s-1). With ``reset_attention_mask`` also ``segment_ids`` [s] int64: 0 for the first
-    document that the sample touches, 1 for the next, and so on; an end-of-document token belongs to the
-    document that it ends. There is no padding.
+    (without, positions are 0..s-1). With ``reset_attention_mask`` also ``segment_ids`` [s] int64: 0 for the
+    first document that the sample touches, 1 for the next, and so on; an end-of-document token belongs to
+    the document that it ends. There is no padding.
 
     Args:
         source: the tokens.
