@@ -59,6 +59,8 @@ class TrainingConfig:
         ):
             _at_least(1, self, name)
         _at_least(0, self, "manual_gc_interval")
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed}: must be at most {2**32 - 1}")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,18 @@
 
 import datetime
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from megatron.training.launcher import World
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.1
 _SECONDS_FOR_PEERS = 1.0
@@ -89,13 +95,7 @@ def _connect(world: World, seconds: float) -> Store:
     if not world.hosts_store:
         _await_port(world, seconds)
     try:
-        store = TCPStore(
-            world.address,
-            world.port,
-            is_master=world.hosts_store,
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
+        store = _within(seconds, world, lambda: _open_store(world, seconds))
     except dist.DistNetworkError as error:
         if world.hosts_store and "in use" in str(error).lower():
             raise RendezvousError(
@@ -105,6 +105,38 @@ def _connect(world: World, seconds: float) -> Store:
             ) from None
         raise RendezvousError(f"{_nowhere_to_meet(world)}: {_first_line(error)}") from None
     return PrefixStore(f"megatron/attempt_{world.attempt}", store)
+
+
+def _open_store(world: World, seconds: float) -> TCPStore:
+    assert world.address is not None
+    return TCPStore(
+        world.address,
+        world.port,
+        is_master=world.hosts_store,
+        timeout=datetime.timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+
+
+def _within(seconds: float, world: World, action: Callable[[], T]) -> T:
+    """What ``action`` gives, in a limited time: the library's client waits forever for an answer."""
+    outcome: Future[T] = Future()
+
+    def settle() -> None:
+        try:
+            outcome.set_result(action())
+        except Exception as error:  # noqa: BLE001 - raised again below
+            outcome.set_exception(error)
+
+    threading.Thread(target=settle, daemon=True).start()
+    try:
+        # The client keeps its own limit where there is one, and says more.
+        return outcome.result(seconds + _SECONDS_FOR_PEERS)
+    except TimeoutError:
+        raise RendezvousError(
+            f"rank {world.rank} gets no answer from {world.address}:{world.port} within {seconds:g} s: "
+            "another program has that port, or the first rank hangs there; set MASTER_PORT to a free port"
+        ) from None
 
 
 def _resolve(world: World) -> None:

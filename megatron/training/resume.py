@@ -113,8 +113,8 @@ def shape_differences(saved: TransformerConfig, current: TransformerConfig) -> l
     """What makes ``current`` another model than ``saved``, settings that are without effect left out."""
     names = [name for name in _SHAPE if getattr(saved, name) != getattr(current, name)]
     if saved.num_kv_groups != current.num_kv_groups:
-        names.append("group_query_attention")
-        names.append("num_query_groups")
+        grouping = ("group_query_attention", "num_query_groups")
+        names += [name for name in grouping if getattr(saved, name) != getattr(current, name)]
     kind = current.position_embedding_type
     used = {"rope": ("rotary_base", "rotary_percent"), "learned_absolute": ("max_position_embeddings",)}
     names += [name for name in used.get(kind, ()) if getattr(saved, name) != getattr(current, name)]

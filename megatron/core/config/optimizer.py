@@ -73,6 +73,9 @@ class OptimizerConfig:
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie in [0, 1)")
+        if self.adam_eps <= 0:
+            # 0 / 0 where a weight has had no gradient yet, such as the row of a token not seen so far.
+            raise ValueError(f"--adam-eps {self.adam_eps}: must be above 0")
         if self.clip_grad < 0:
             raise ValueError(f"--clip-grad {self.clip_grad}: must be 0 (off) or above")
 

@@ -125,6 +125,23 @@ CHECKPOINT_ARGS = (
 )
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seed 4294967296", "--seed 4294967296: must be at most 4294967295"),
+        ("--seed 0", "--seed 0: must be at least 1"),
+        ("--adam-eps 0", "--adam-eps 0.0: must be above 0"),
+        ("--adam-beta2 1", "--adam-beta2 1.0: must lie in [0, 1)"),
+        ("--clip-grad -1", "--clip-grad -1.0: must be 0 (off) or above"),
+    ],
+)
+def test_numbers_out_of_range(capsys, flags, said):
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments([*BASE.split(), *flags.split()], "test")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
 def test_the_model_of_a_checkpoint():
     saved = settled("--swiglu --hidden-dropout 0.0 --ffn-hidden-size 96")
     config = settled(

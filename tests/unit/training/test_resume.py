@@ -41,6 +41,13 @@ def test_another_shape_is_always_refused(flags, line, fresh):
     assert text.endswith("give the flags of the checkpoint, or --use-checkpoint-args")
 
 
+def test_only_what_differs_is_listed():
+    # Fewer heads are fewer key-value heads too, by the same flag.
+    text = refusal(settled(), settled("--num-attention-heads 2"))
+    assert text.count("--num-attention-heads") == 2
+    assert "query" not in text
+
+
 def test_another_vocabulary():
     assert "--vocab-size 101 in the checkpoint, --vocab-size 102 now" in refusal(
         settled(), settled(vocab=102)
