@@ -101,6 +101,8 @@ def _resumes_itself(config: CheckpointConfig) -> bool:
 def check_save_folder(config: CheckpointConfig) -> None:
     """Refuse a ``--save`` that cannot be written to: at the start, and not hours later at the first save.
 
+    Say it, too, where checkpoints lie there that this run does not go on from: it may replace them.
+
     Raises:
         ValueError: if it is no folder, or may not be written to.
     """
@@ -113,6 +115,20 @@ def check_save_folder(config: CheckpointConfig) -> None:
         raise ValueError(f"--save {config.save}: {nearest} is a file; give a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"--save {config.save}: {nearest} may not be written to; give another folder")
+    if not _goes_on(config) and (there := survey(Path(config.save)).complete):
+        log.info(
+            "%s already holds checkpoints up to iteration %d, which this run does not go on from: it "
+            "replaces those of the iterations that it saves; to go on, give --load the same folder",
+            config.save,
+            max(there),
+        )
+
+
+def _goes_on(config: CheckpointConfig) -> bool:
+    """Whether the run takes up the latest checkpoint of the folder that it saves to."""
+    assert config.save is not None
+    same = config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    return same and config.ckpt_step is None and not config.finetune
 
 
 def check_source(source: Source, config: RunConfig) -> None:

@@ -64,6 +64,17 @@ def test_what_is_not_there_never_becomes_a_random_start(prefix, saved, tmp_path,
     assert "training step" not in job.outputs[0]
 
 
+def test_a_run_that_may_replace_another_s_checkpoints_says_so(prefix, tmp_path):
+    root = str(tmp_path / "root")
+    argv = flags(prefix, SMALL, "--save", root, "--train-iters", "2", "--save-interval", "1")
+    said = f"{root} already holds checkpoints up to iteration 2, which this run does not go on from"
+    first = launch(1, argv, tmp_path).wait()
+    again = launch(1, argv, tmp_path).wait()
+    resumed = launch(1, [*argv, "--load", root, "--train-iters", "3"], tmp_path).wait()
+    assert [job.codes for job in (first, again, resumed)] == [[0]] * 3, resumed.errors
+    assert [said in job.outputs[0] for job in (first, again, resumed)] == [False, True, False]
+
+
 def test_a_fresh_start_is_said(prefix, tmp_path):
     root = str(tmp_path / "root")
     argv = flags(prefix, SMALL, "--load", root, "--save", root, "--exit-interval", "1")
