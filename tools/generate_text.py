@@ -30,6 +30,8 @@ from megatron.training.console import run_as_program
 from megatron.training.flags import FlagParser, add_flags, build
 from megatron.training.initialize import discover_world, start_process_groups
 
+_PATHS = ("vocab_file", "merge_file", "tokenizer_model")
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -54,8 +56,8 @@ def main() -> None:
     group = parser.add_argument_group(
         "TokenizerConfig", "Where the tokenizer's files have moved since training."
     )
-    for name in ("vocab-file", "merge-file", "tokenizer-model"):
-        group.add_argument(f"--{name}", default=None, help="in place of the checkpoint's own setting")
+    for name in _PATHS:
+        group.add_argument(_spelling(name), default=None, help="in place of the checkpoint's own setting")
     arguments = parser.parse_args()
     options, sampling = build(GenerateOptions, arguments), build(SamplingOptions, arguments)
 
@@ -92,9 +94,27 @@ def main() -> None:
 
 
 def moved(config: TokenizerConfig, arguments: argparse.Namespace) -> TokenizerConfig:
-    """The checkpoint's tokenizer settings with the paths that the command line gives."""
-    names = ("vocab_file", "merge_file", "tokenizer_model")
-    return replace(config, **{name: getattr(arguments, name) for name in names if getattr(arguments, name)})
+    """The checkpoint's tokenizer settings with the paths that the command line gives.
+
+    Raises:
+        ValueError: for a path that this kind of tokenizer does not take.
+    """
+    kind = config.tokenizer_type
+    takes: dict[str, tuple[str, ...]] = {
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        "NullTokenizer": (),
+    }
+    names = takes.get(kind or "", ("tokenizer_model",))
+    given = {name: getattr(arguments, name) for name in _PATHS if getattr(arguments, name)}
+    for name in given:
+        if name not in names:
+            wanted = " and ".join(map(_spelling, names)) or "no file"
+            raise ValueError(f"{_spelling(name)}: the checkpoint has a {kind}, which takes {wanted}")
+    return replace(config, **given)
+
+
+def _spelling(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 if __name__ == "__main__":

@@ -28,16 +28,31 @@ def read_curves(path: str, loss: str) -> dict[str, dict[int, float]]:
         ValueError: if a line is no record, or none has the loss.
     """
     curves: dict[str, dict[int, float]] = {"train": {}}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
-            record: dict[str, Any] = json.loads(line)
+            record: Any = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: not a metrics record ({error})") from None
+        if not isinstance(record, dict) or "iteration" not in record:
+            raise ValueError(f"{path}:{number}: not a metrics record, which says its iteration")
         if loss in record:
             curves.setdefault(record.get("split", "train"), {})[record["iteration"]] = float(record[loss])
     if not any(curves.values()):
         raise ValueError(f"{path} holds no record with {loss!r}")
     return curves
+
+
+def number(flag: str, text: str) -> float:
+    """The value of a flag that takes a number and a text.
+
+    Raises:
+        ValueError: if it is no number.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{flag} {text}: wants a number, then a text") from None
 
 
 def main() -> None:
@@ -53,17 +68,22 @@ def main() -> None:
     parser.add_argument("--reference", nargs=2, metavar=("VALUE", "TEXT"), help="a level to show")
     arguments = parser.parse_args()
     curves = read_curves(arguments.metrics, arguments.loss)
+    marks = [(number("--mark", iteration), text) for iteration, text in arguments.mark]
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    output = Path(arguments.output)
+    kinds = figure.canvas.get_supported_filetypes()
+    if output.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"--output {output}: give a name that ends in one of {', '.join(sorted(kinds))}")
     for split, points in curves.items():
         x = sorted(points)
         style = {"linewidth": 1.2} if split == "train" else {"marker": "o", "linewidth": 1.5}
         axes.plot(x, [points[iteration] for iteration in x], label=split, **style)  # type: ignore[arg-type]
-    for iteration, text in arguments.mark:
-        axes.axvline(int(iteration), color="grey", linestyle=":", linewidth=1)
+    for iteration, text in marks:
+        axes.axvline(iteration, color="grey", linestyle=":", linewidth=1)
         axes.annotate(
             text,
-            (int(iteration), 0.97),
+            (iteration, 0.97),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
@@ -72,7 +92,7 @@ def main() -> None:
         )
     if arguments.reference:
         axes.axhline(
-            float(arguments.reference[0]),
+            number("--reference", arguments.reference[0]),
             color="grey",
             linestyle="--",
             linewidth=1,
@@ -80,7 +100,9 @@ def main() -> None:
         )
     axes.set(xlabel="iteration", ylabel=f"{arguments.loss.replace('_', ' ')} (nats a token)")
     axes.legend()
-    figure.savefig(arguments.output, dpi=150)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class PreprocessConfig:
     json_keys: tuple[str, ...] = ("text",)
     """Keys of the texts; each becomes a dataset of its own."""
     split_sentences: bool = False
-    """Make each sentence a sequence of its own, for BERT; the files are then named _KEY_sentence."""
+    """Make each sentence a sequence of its own; the files are then named _KEY_sentence."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
     vocab_size: int | None = None

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.tokenizers.corpus import input_files, read_chunks, texts_on_line
 from megatron.core.tokenizers.training import save_tokenizer, train_byte_level_bpe
+from megatron.training.console import INTERRUPTED
 from megatron.training.flags import FlagParser, add_flags, build
 
 
@@ -55,6 +56,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
     size = tokenizer.get_vocab_size()
     short = (
         f" ({config.vocab_size} asked for, but the texts hold no more)" if size < config.vocab_size else ""

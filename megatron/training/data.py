@@ -3,20 +3,60 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.core.datasets import CyclicSampler, SequentialSampler
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config import RunConfig
+from megatron.training.console import reason_for_user
 from megatron.training.task import Batch
 
 
 class DataExhaustedError(ValueError):
     """A dataset holds fewer samples than the run wants to read."""
+
+
+class UnusableSampleError(ValueError):
+    """A dataset holds something that the run cannot use."""
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a dataset gives no samples, on its way from a worker."""
+
+    reason: str
+
+
+class _CandidDataset(Dataset[Any]):
+    """A dataset whose errors for the user come as values.
+
+    Raised in a worker they would be raised again inside torch, with the worker's traceback as their message.
+    """
+
+    def __init__(self, dataset: Dataset[dict[str, Tensor]]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]] | _Refusal:
+        try:
+            return [self._dataset[number] for number in numbers]
+        except (ValueError, OSError) as error:
+            reason = reason_for_user(error)
+            if reason is None:
+                raise
+            return _Refusal(reason)
+
+
+def _collate(samples: list[dict[str, Tensor]] | _Refusal) -> Any:
+    return samples if isinstance(samples, _Refusal) else default_collate(samples)
 
 
 class MicrobatchReader:
@@ -44,7 +84,8 @@ class MicrobatchReader:
         )
         workers = config.data.num_workers
         self._loader = DataLoader(
-            dataset,
+            _CandidDataset(dataset),
+            collate_fn=_collate,
             batch_sampler=sampler,
             num_workers=workers,
             # Workers share the memory maps that are open already, and are this rank's own children.
@@ -54,13 +95,14 @@ class MicrobatchReader:
             worker_init_fn=_outlive_sigterm if config.training.exit_signal_handler else None,
         )
         self._device = device
-        self._batches: Iterator[dict[str, Tensor]] | None = None
+        self._batches: Iterator[dict[str, Tensor] | _Refusal] | None = None
 
     def take(self, count: int) -> list[Batch]:
         """The next ``count`` micro-batches.
 
         Raises:
             DataExhaustedError: if the dataset ends before.
+            UnusableSampleError: if the dataset refuses one of the samples, in a worker or here.
         """
         if self._batches is None:
             self._batches = iter(self._loader)
@@ -76,6 +118,8 @@ class MicrobatchReader:
                 "--train-iters (or --train-samples, --eval-iters), give more data, or use "
                 "--dataloader-type cyclic"
             )
+        if isinstance(batch, _Refusal):
+            raise UnusableSampleError(batch.reason)
         return {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
 
 

@@ -5,6 +5,7 @@ and end too. What goes wrong on all ranks alike is said by rank 0 alone.
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
-from megatron.training.console import report_failure
+from megatron.training.console import INTERRUPTED, report_failure
 from megatron.training.flags import launched_rank
 from megatron.training.launcher import discover_world
 from megatron.training.rendezvous import RendezvousError, withdraw
@@ -85,6 +86,16 @@ def end_rank(error: Exception) -> NoReturn:
         time.sleep(_SECONDS_FOR_THE_SPEAKER)
     sys.stdout.flush()
     os._exit(1)
+
+
+def end_interrupted_rank() -> NoReturn:
+    """End this process after Ctrl-C, which all ranks of a terminal get and rank 0 alone speaks of."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may hand on another
+    if launched_rank() == 0:
+        sys.stderr.write("interrupted; checkpoints that were saved before stay\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _speaks(error: Exception, rank: int, settled: bool) -> bool:

@@ -101,12 +101,11 @@ def _set_timeouts(state: ParallelState, timeout: datetime.timedelta) -> None:
 def _log_world(world: World, backend: str, device: torch.device) -> None:
     if world.rank != 0:
         return
-    place = "no network" if world.address is None else f"meeting at {world.address}:{world.port}"
-    log.info(
-        "> rank 0 of world size %d, started by %s, %s, %s on %s devices",
-        world.world_size,
-        world.launcher,
-        place,
-        backend,
-        device.type,
-    )
+    if world.address is None:
+        origin = "world size 1: a single process, without a launcher"
+    else:
+        origin = (
+            f"rank 0 of world size {world.world_size}, started by {world.launcher}, "
+            f"meeting at {world.address}:{world.port}"
+        )
+    log.info("> %s; device %s, backend %s", origin, device.type, backend)

@@ -20,7 +20,7 @@ from megatron.training.checkpointing import (
     load_run,
 )
 from megatron.training.console import configure
-from megatron.training.failure import end_rank, together
+from megatron.training.failure import end_interrupted_rank, end_rank, together
 from megatron.training.hooks import (
     CheckpointHook,
     EvaluationHook,
@@ -92,6 +92,8 @@ def build_hooks(run: Run) -> list[Hook]:
 
 def train(run: Run, hooks: Sequence[Hook]) -> None:
     """Iterate until the last iteration, or until a hook stops the run."""
+    if run.progress.iteration >= run.last_iteration:
+        log.info("nothing left to train: iteration %d of %d", run.progress.iteration, run.last_iteration)
     with contextlib.closing(run.metrics):  # whatever ends the run, its figures are written
         for hook in hooks:
             hook.before_training(run)
@@ -131,8 +133,11 @@ def main(task: Task, description: str) -> None:
     How a rank that fails ends, and which one says why: :mod:`megatron.training.failure`.
     """
     try:
-        pretrain(task, sys.argv[1:], description)
-    except Exception as error:  # noqa: BLE001 - every failure must end this rank, whatever it is
-        end_rank(error)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        try:
+            pretrain(task, sys.argv[1:], description)
+        except Exception as error:  # noqa: BLE001 - every failure must end this rank, whatever it is
+            end_rank(error)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except KeyboardInterrupt:  # also one that comes up while another rank's end is being reported
+        end_interrupted_rank()

@@ -77,7 +77,12 @@ def test_an_exit_at_the_last_iteration_is_an_end_like_any_other(prefix, tmp_path
     job = launch(1, argv, tmp_path).wait()
     assert job.codes == [0], job.errors
     assert "validation loss at iteration 2 on validation set" in job.outputs[0]
+    assert "nothing left to train" not in job.outputs[0]
     assert tracker(tmp_path) == 2
+    again = launch(1, argv, tmp_path).wait()
+    assert again.codes == [0], again.errors
+    assert again.outputs[0].splitlines().count("nothing left to train: iteration 2 of 2") == 1
+    assert "validation loss at iteration 2 on validation set" in again.outputs[0]
 
 
 def be_old():
@@ -133,6 +138,25 @@ def test_sigterm_without_the_handler_ends_at_once(prefix, tmp_path):
     job.processes[0].terminate()
     assert job.wait(20).codes == [-signal.SIGTERM]
     assert not (tmp_path / "root").exists()
+
+
+def heed_ctrl_c():
+    """Be as in a terminal, also where the tests run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_ctrl_c_is_one_line(prefix, tmp_path):
+    argv = job_flags(prefix, tmp_path, *ENDLESS, "--num-workers", "1", "--save-interval", "2")
+    job = launch(2, argv, tmp_path, heed_ctrl_c)
+    wait_for_iterations(tmp_path, 3, lambda: job.running)
+    ranks = [process.pid for process in job.processes]
+    # A terminal sends it to every process of the job.
+    for pid in [*(reader for rank in ranks for reader in children(rank)), *ranks]:
+        os.kill(pid, signal.SIGINT)
+    job.wait()
+    assert job.codes == [130, 130], job.errors
+    assert job.errors == ["interrupted; checkpoints that were saved before stay\n", ""]
+    assert tracker(tmp_path) >= 2
 
 
 def test_torchrun_ends_with_zero_when_its_ranks_were_told_to_stop(prefix, tmp_path):

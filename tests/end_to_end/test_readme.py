@@ -144,7 +144,7 @@ def walk(project):
     assert losses[61] == pytest.approx(losses[60], abs=0.7)  # resumed, and not begun anew at 5.7
     assert losses[1] > 5
     assert losses[120] < 1.5
-    assert "started by a single process" in printed
+    assert "world size 1: a single process" in printed
     assert "world size 2, started by torchrun" in printed
     assert "Young captains came to ask what the sea would do" in printed
     assert (made / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -132,3 +132,14 @@ def test_wrong_data_paths(prefix, tmp_path):
         )
         assert f"{path}.bin (" in line
         assert hint in line
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tokens_outside_the_vocabulary(prefix, tmp_path, workers):
+    argv = flags(prefix, TINY, "--vocab-size", "20", "--num-workers", str(workers))
+    job = launch(1, argv, tmp_path).wait()
+    assert job.codes == [1]
+    assert one_line(job) == (
+        f"error: {prefix}: holds the token 100, but the vocabulary has 20; was the data made with this "
+        "tokenizer?"
+    )

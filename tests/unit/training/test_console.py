@@ -1,11 +1,16 @@
 import json
 import logging
+import os
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.config import PrecisionConfig
 from megatron.training.console import PROGRESS, configure, report_failure, run_as_program
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -63,6 +68,42 @@ def test_a_defect_has_its_traceback(capsys):
     text = capsys.readouterr().err
     assert text.startswith("Traceback (most recent call last):")
     assert "json.decoder.JSONDecodeError" in text
+
+
+@pytest.mark.parametrize(
+    ("open_it", "problem"),
+    [
+        (lambda folder: np.load(folder / "gone.npy"), "gone.npy: No such file or directory"),
+        (lambda folder: json.load(open(folder)), ": Is a directory"),  # noqa: SIM115
+        (lambda folder: os.listdir(folder / "file" / "below"), "file/below: Not a directory"),
+        (lambda folder: (folder / "file").mkdir(), "file: File exists"),
+    ],
+)
+def test_a_wrong_path_is_the_user_s_wherever_it_comes_up(tmp_path, capsys, open_it, problem):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as failure:  # noqa: PT011 - what it says is the test's matter
+        open_it(tmp_path)
+    report_failure(failure.value)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(f"error: {tmp_path}")
+    assert said.endswith(f"{problem}\n")
+
+
+def test_what_a_tool_raises_is_one_line(capsys):
+    code = compile("raise ValueError('wrong')", str(ROOT / "tools" / "some_tool.py"), "exec")
+    report_failure(failure_of(lambda: exec(code)))
+    assert capsys.readouterr().err == "error: wrong\n"
+
+
+def test_ctrl_c_in_a_tool_is_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_as_program(main)
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_peer_that_has_gone_is_one_line_too(capsys):
