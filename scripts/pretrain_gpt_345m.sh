@@ -5,10 +5,15 @@
 #   DATA=corpus_text_document VOCAB=vocab.json MERGES=merges.txt bash scripts/pretrain_gpt_345m.sh [more flags]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH="$(realpath -m "${VENV:-.venv}")/bin:$PATH"  # made by scripts/setup.sh; else your own
 : "${DATA:?set DATA to the prefix of a .bin/.idx dataset (tools/preprocess_data.py makes one)}"
 : "${VOCAB:?set VOCAB to vocab.json}" "${MERGES:?set MERGES to merges.txt}"
 CHECKPOINTS="${CHECKPOINTS:-checkpoints/gpt-345m}"
-GPUS="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
+GPUS="${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)}"
+if [ "$GPUS" = 0 ]; then
+    echo "pretrain_gpt_345m.sh: no GPUs found; set GPUS=N to start N ranks all the same" >&2
+    exit 2
+fi
 
 exec torchrun --standalone --nproc-per-node "$GPUS" pretrain_gpt.py \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+export PATH="$(realpath -m "${VENV:-.venv}")/bin:$PATH"
 
 OUT="${1:-quickstart}"
 if [ -e "$OUT" ] && [ ! -f "$OUT/.quickstart" ]; then

@@ -27,9 +27,11 @@ command -v "$PYTHON" >/dev/null 2>&1 || { echo "setup: no $PYTHON; install Pytho
     echo "setup: $("$PYTHON" --version) is too old; Python 3.11 or newer is needed (set PYTHON to choose another)" >&2
     exit 2
 }
-echo "setup: making $VENV with $("$PYTHON" --version), torch for $TORCH_BUILD" >&2
+if [ "$TORCH_BUILD" = cpu ]; then size="about 1.5 GB"; else size="several GB"; fi
+echo "setup: making $VENV with $("$PYTHON" --version); this takes some minutes and $size of disk" >&2
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 
+echo "setup: installing torch for $TORCH_BUILD" >&2
 torch_pin="$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"
 pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 if [ "$TORCH_BUILD" = cpu ]; then
@@ -38,5 +40,7 @@ if [ "$TORCH_BUILD" = cpu ]; then
         echo "setup: no CPU build of torch could be had; taking the ordinary one" >&2
 fi
 pip "$torch_pin"
+echo "setup: installing the other requirements" >&2
 pip -r requirements-dev.txt
 printf '%s' "$wanted" >"$stamp"
+echo "setup: $VENV is ready" >&2

@@ -17,12 +17,14 @@ GPT2_VOCABULARY = 50257
 def _flags(script: str, tmp_path: Path) -> list[str]:
     """What the script hands to pretrain_gpt.py: run it with a launcher that writes its arguments down."""
     written = tmp_path / "arguments"
+    (tmp_path / "bin").mkdir()
     for launcher in ("torchrun", "srun"):
-        fake = tmp_path / launcher
+        fake = tmp_path / "bin" / launcher
         fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >{written}\n')
         fake.chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "VENV": str(tmp_path),  # whose programs are taken before all others
+        "PATH": os.environ["PATH"],
         "DATA": "corpus",
         "VOCAB": "vocab.json",
         "MERGES": "merges.txt",
@@ -56,3 +58,17 @@ def test_slurm_gives_the_ranks_that_the_layout_needs():
     )
     assert nodes * tasks == 1024
     assert tasks == gpus == 8
+
+
+def test_without_gpus_the_script_asks_for_a_number(tmp_path):
+    given = {"DATA": "corpus", "VOCAB": "vocab.json", "MERGES": "merges.txt", "VENV": str(tmp_path)}
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "nvidia-smi"
+    fake.write_text("#!/usr/bin/env bash\necho No devices were found\nexit 6\n")
+    fake.chmod(0o755)
+    script = ["bash", str(SCRIPTS / "pretrain_gpt_345m.sh")]
+    done = subprocess.run(
+        script, env={"PATH": os.environ["PATH"], **given}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "pretrain_gpt_345m.sh: no GPUs found; set GPUS=N to start N ranks all the same\n"
