@@ -1,1 +1,1 @@
-"""Megatron: pretrain GPT- and BERT-style Transformers, split over tensor, pipeline and data ranks."""
+"""Megatron: pretrain GPT-style Transformers, split over tensor, pipeline and data ranks."""
