@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py")])
+SCRIPTS = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+BENCHMARKS = sorted(ROOT.glob("benchmarks/*.py"))
 
 
 def _imported(path: Path) -> set[str]:
@@ -22,8 +23,16 @@ def test_there_are_scripts_to_look_at():
 
 
 def test_no_script_imports_another_and_nothing_imports_a_script():
-    modules = {path.stem for path in SCRIPTS} | {"tools", "benchmarks"}
+    modules = {path.stem for path in [*SCRIPTS, *BENCHMARKS]} | {"tools", "benchmarks"}
     for path in [*SCRIPTS, *ROOT.glob("megatron/**/*.py")]:
+        tops = {name.split(".")[0] for name in _imported(path)}
+        assert not tops & modules, f"{path.relative_to(ROOT)} imports {sorted(tops & modules)}"
+
+
+def test_a_benchmark_imports_entry_scripts_at_most():
+    entries = {path.stem for path in ROOT.glob("*.py")}
+    modules = ({path.stem for path in [*SCRIPTS, *BENCHMARKS]} | {"tools", "benchmarks"}) - entries
+    for path in BENCHMARKS:
         tops = {name.split(".")[0] for name in _imported(path)}
         assert not tops & modules, f"{path.relative_to(ROOT)} imports {sorted(tops & modules)}"
 
