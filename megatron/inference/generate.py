@@ -32,6 +32,8 @@ class SamplingOptions:
             raise ValueError(f"--temperature {self.temperature}: must be 0 or above")
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k}: must be 0 (off) or above")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed {self.seed}: must lie in [0, 2^63)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p {self.top_p}: must lie in (0, 1]")
 

@@ -6,7 +6,7 @@ the seed.
 """
 
 import logging
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +113,13 @@ def check_save_folder(config: CheckpointConfig) -> None:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise ValueError(f"--save {config.save}: {nearest} is a file; give a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"--save {config.save}: {nearest} may not be written to; give another folder")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):  # permissions alone don't tell: root may not write everywhere
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--save {config.save}: {nearest} may not be written to ({error.strerror}); give another folder"
+        ) from None
     if not _goes_on(config) and (there := survey(Path(config.save)).complete):
         log.info(
             "%s already holds checkpoints up to iteration %d, which this run does not go on from: it "

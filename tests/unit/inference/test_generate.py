@@ -50,7 +50,9 @@ def test_the_model_sees_no_more_than_its_context():
     assert lengths == [3, 4, 4, 4]
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}, {"seed": 2**63}]
+)
 def test_senseless_options_are_refused_by_flag(options):
     flag = "--" + next(iter(options)).replace("_", "-")
     with pytest.raises(ValueError, match=flag):
