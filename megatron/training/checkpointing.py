@@ -114,7 +114,7 @@ def check_save_folder(config: CheckpointConfig) -> None:
     if not nearest.is_dir():
         raise ValueError(f"--save {config.save}: {nearest} is a file; give a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # permissions alone don't tell: root may not write everywhere
+        with tempfile.TemporaryFile(dir=nearest):  # permissions alone do not tell
             pass
     except OSError as error:
         raise ValueError(
