@@ -1,4 +1,4 @@
-"""The oldest and the newest libraries that the project says it works with (README, "Install")."""
+"""The oldest and the newest libraries that the project says it works with (README, "Two commands")."""
 
 import os
 import subprocess
