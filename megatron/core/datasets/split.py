@@ -8,21 +8,24 @@ SPLIT_NAMES: Final = ("train", "valid", "test")
 DEFAULT_SPLIT: Final = "969, 30, 1"
 DEFAULT_MOCK_SPLIT: Final = "1, 1, 1"
 
+# A minus sign right after a digit stands between two numbers.
+_NUMBER: Final = re.compile(r"(?<![\d.])-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Shares of training, validation and test, which add up to 1.
 
     Args:
-        split: one to three numbers of any scale, apart by commas, slashes, colons or spaces; else 0.
+        split: one to three numbers of any scale, with any punctuation between and around them, such as the
+            quotes of a launch script; further shares are 0.
 
     Raises:
         ValueError: if it is anything else.
     """
-    words = [word for word in re.split(r"[,/:;\s]+", split.strip()) if word]
-    try:
-        shares = [float(word) for word in words]
-    except ValueError as error:
-        raise ValueError(f"--split {split!r}: {error}; give one to three numbers, say 969,30,1") from None
+    between = _NUMBER.sub("", split)
+    if any(character.isalnum() or character in ".%" for character in between):
+        raise ValueError(f"--split {split!r}: give one to three numbers, say 969,30,1")
+    shares = [float(number) for number in _NUMBER.findall(split)]
     total = sum(shares)
     if not 1 <= len(shares) <= len(SPLIT_NAMES) or min(shares) < 0 or not 0 < total < math.inf:
         raise ValueError(

@@ -9,7 +9,11 @@ def ranges(split, count):
     return split_ranges(count, parse_split(split))
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "969, 30, 1", "969/30/1", "969 30 1", "0.969,0.03,0.001"])
+@pytest.mark.parametrize(
+    "split",
+    ["969,30,1", "969, 30, 1", "969/30/1", "969 30 1", "0.969,0.03,0.001", "'969,30,1'", "[969; 30 | 1.]",
+     "969-30-1", "9.69e2,3e1,1"],
+)  # fmt: skip
 def test_default_split_of_a_thousand(split):
     assert ranges(split, 1000) == (range(969), range(969, 999), range(999, 1000))
 
@@ -37,7 +41,9 @@ def test_disjoint_and_complete(split, count):
     assert [element for part in ranges(split, count) for element in part] == list(range(count))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,1,1,1", "-1,2,3", "0,0,0", "nan,1", "inf,1,1", "90%,10"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "1,1,1,1", "-1,2,3", "0,0,0", "nan,1", "inf,1,1", "90%,10", "9,-1,1", "''", "1.2.3"]
+)
 def test_what_is_no_split(split):
     with pytest.raises(ValueError, match="--split"):
         parse_split(split)
