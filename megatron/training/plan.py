@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from megatron.core.config import ScheduleConfig
 from megatron.core.optimizer import ParameterSchedule, ScheduleLengths, build_schedule, resume_schedule
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, TrainingConfig
+from megatron.training.flags import flag_text
 
 
 @dataclass(frozen=True)
@@ -70,4 +72,50 @@ def run_schedule(config: RunConfig, saved: RunConfig | None) -> ParameterSchedul
     if saved is None:
         return own
     before = build_schedule(saved.schedule, schedule_lengths(saved))
-    return resume_schedule(own, before.state_dict(), config.schedule)
+    return resume_schedule(
+        own, before.state_dict(), config.schedule, lambda name: _difference(name, saved, config)
+    )
+
+
+def _difference(name: str, saved: RunConfig, config: RunConfig) -> str:
+    """A value of the schedule in the words of the flags that set it, for the checkpoint and for this run."""
+    there, here = (_setting(name, one) for one in (saved, config))
+    purpose = _PURPOSES.get(name)
+    return (f"{purpose}: " if purpose else "") + f"{there} in the checkpoint, {here} now"
+
+
+_PURPOSES = {
+    "lr_warmup_samples": "length of the warm-up",
+    "lr_decay_samples": "length of the learning rate's decay",
+    "lr_wsd_decay_samples": "length of the final annealing",
+    "weight_decay_incr_samples": "length of the weight decay's way",
+}
+
+
+def _setting(name: str, config: RunConfig) -> str:
+    """The flag that a value of :class:`ParameterSchedule` comes from, and the samples of a length."""
+    schedule, lengths = config.schedule, schedule_lengths(config)
+    unit = "iters" if config.training.train_iters is not None else "samples"
+    whole_run = flag_text(TrainingConfig, f"train_{unit}", getattr(config.training, f"train_{unit}"))
+    constant = schedule.weight_decay_incr_style == "constant"
+    match name:
+        case "weight_decay_incr_samples":
+            return f"{whole_run} ({lengths.weight_decay:g} samples)"
+        case "lr_decay_samples":
+            return f"{_given(schedule, f'lr_decay_{unit}') or whole_run} ({lengths.decay:g} samples)"
+        case "lr_warmup_samples":
+            text = _given(schedule, "lr_warmup_fraction") or _given(schedule, f"lr_warmup_{unit}")
+            return f"{text} ({lengths.warmup:g} samples)"
+        case "lr_wsd_decay_samples":
+            text = _given(schedule, f"lr_wsd_decay_{unit}")
+            return "none" if text is None else f"{text} ({lengths.wsd:g} samples)"
+        case "start_weight_decay" | "end_weight_decay" if constant:
+            name = "weight_decay"
+        case "max_lr":
+            name = "lr"
+    return flag_text(ScheduleConfig, name, getattr(schedule, name))
+
+
+def _given(schedule: ScheduleConfig, name: str) -> str | None:
+    value = getattr(schedule, name)
+    return None if value is None else flag_text(ScheduleConfig, name, value)

@@ -102,10 +102,10 @@ def compare_configs(saved: RunConfig, current: RunConfig, *, fresh: bool) -> Non
         before, now = _length(saved), _length(current)
         if before != now:
             log.info(
-                "the run is %d samples long, and was %d in the checkpoint: where either is more than one "
-                "epoch of the data, samples come in another order from here on: some come again, some never",
-                now,
+                "if %d or %d samples are more than one epoch of the data, those to come are in another order "
+                "than in the checkpoint's run",
                 before,
+                now,
             )
 
 

@@ -5,6 +5,7 @@ to go on exactly, and a skipped update moves neither.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -114,7 +115,10 @@ def build_schedule(config: ScheduleConfig, lengths: ScheduleLengths) -> Paramete
 
 
 def resume_schedule(
-    current: ParameterSchedule, saved: dict[str, Any], config: ScheduleConfig
+    current: ParameterSchedule,
+    saved: dict[str, Any],
+    config: ScheduleConfig,
+    describe: Callable[[str], str] | None = None,
 ) -> ParameterSchedule:
     """The schedule to resume with: the command line's and the checkpoint's must agree, or a flag chooses.
 
@@ -122,6 +126,7 @@ def resume_schedule(
         current: the command line's.
         saved: the checkpoint's, from :meth:`ParameterSchedule.state_dict`.
         config: for --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler.
+        describe: says the difference in a value, by its name, in the words of who set it.
 
     Raises:
         ValueError: naming every value that differs, with both, and the way out.
@@ -138,12 +143,11 @@ def resume_schedule(
     restored = ParameterSchedule(**{name: saved[name] for name in own})
     if config.use_checkpoint_opt_param_scheduler or restored == current:
         return restored
-    differences = [
-        f"  {name}: {own[name]} now, {saved[name]} saved" for name in own if own[name] != saved[name]
-    ]
+    say = describe or (lambda name: f"{name} {saved[name]} in the checkpoint, {own[name]} now")
+    differences = dict.fromkeys(f"\n  {say(name)}" for name in own if own[name] != saved[name])
     raise ValueError(
-        "the learning-rate and weight-decay schedule differs from the checkpoint's:\n"
-        + "\n".join(differences)
+        "the learning-rate and weight-decay schedule differs from the checkpoint's:"
+        + "".join(differences)
         + "\ngive --override-opt_param-scheduler to take the command line's, or "
         "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
     )

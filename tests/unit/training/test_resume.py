@@ -115,6 +115,6 @@ def test_changes_that_are_the_users_to_make_are_said(caplog):
     assert said == [
         "changed on resume: --train-iters 10 in the checkpoint, --train-iters 20 now",
         "changed on resume: --clip-grad 1.0 in the checkpoint, --clip-grad 0.5 now",
-        "the run is 40 samples long, and was 20 in the checkpoint: where either is more than one epoch of "
-        "the data, samples come in another order from here on: some come again, some never",
+        "if 20 or 40 samples are more than one epoch of the data, those to come are in another order than "
+        "in the checkpoint's run",
     ]

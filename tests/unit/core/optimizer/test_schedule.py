@@ -105,7 +105,7 @@ def test_resume_with_another_rate_is_refused_unless_a_flag_chooses():
     old = build_schedule(ScheduleConfig(lr=3e-4, lr_decay_style="cosine"), LENGTHS)
     new = ScheduleConfig(lr=3e-5, lr_decay_style="cosine")
     with pytest.raises(
-        ValueError, match=r"max_lr: 3e-05 now, 0\.0003 saved\n.*--override-opt_param"
+        ValueError, match=r"max_lr 0\.0003 in the checkpoint, 3e-05 now\n.*--override-opt_param"
     ) as caught:
         resumed(new, old)
     assert "min_lr" not in str(caught.value)
