@@ -4,11 +4,12 @@ A rank that fails leaves at once, without any collective: its peers then see it 
 and end too. What goes wrong on all ranks alike is said by rank 0 alone.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint import CheckpointError
 from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
-from megatron.training.console import INTERRUPTED, report_failure
-from megatron.training.flags import launched_rank
+from megatron.training.console import INTERRUPTED, reason_for_user, report_failure
+from megatron.training.flags import USAGE_ERROR, UsageError, launched_rank
 from megatron.training.launcher import discover_world
 from megatron.training.rendezvous import RendezvousError, withdraw
 from megatron.training.step import NonFiniteLossError
@@ -69,8 +70,27 @@ def together(action: Callable[[], T], group: ProcessGroup, device: torch.device)
     raise PeerFailureError(f"rank {int(first)} has failed") from failure
 
 
+@contextlib.contextmanager
+def part_of_usage() -> Iterator[None]:
+    """Let what is refused in the block count as a command line that cannot be run.
+
+    Raises:
+        UsageError: in place of an error for the user.
+    """
+    try:
+        yield
+    except ValueError as error:
+        reason = reason_for_user(error)
+        if reason is None:
+            raise
+        raise UsageError(reason) from None
+
+
 def end_rank(error: Exception) -> NoReturn:
-    """End this process with exit code 1, having said why unless another rank does."""
+    """End this process, having said why unless another rank does.
+
+    The exit code is 2 for a command line that cannot be run, and else 1.
+    """
     settled = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if settled else launched_rank()
     speaks = _speaks(error, rank, settled)
@@ -85,7 +105,7 @@ def end_rank(error: Exception) -> NoReturn:
         # A launcher that sees one rank gone ends the others, the one that speaks among them.
         time.sleep(_SECONDS_FOR_THE_SPEAKER)
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(USAGE_ERROR if isinstance(error, UsageError) else 1)
 
 
 def end_interrupted_rank() -> NoReturn:

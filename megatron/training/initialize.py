@@ -13,6 +13,7 @@ from megatron.core.config import ParallelConfig
 from megatron.core.device import default_backend, device_type, local_device
 from megatron.core.parallel_state import ParallelState, create_parallel_state
 from megatron.training.config import RunConfig
+from megatron.training.flags import UsageError
 from megatron.training.launcher import World, discover_world
 from megatron.training.rendezvous import RendezvousError, meet
 
@@ -41,7 +42,7 @@ def initialize(config: RunConfig, world: World) -> Runtime:
     """Start the process groups of a run; every rank calls this with the same settings.
 
     Raises:
-        ValueError: if the devices or the backend that the flags ask for are not there.
+        UsageError: if the devices or the backend that the flags ask for are not there.
         RendezvousError: if not all ranks come within --distributed-timeout-minutes.
     """
     if config.parallel.deterministic_mode:
@@ -55,7 +56,7 @@ def start_process_groups(layout: ParallelConfig, world: World) -> Runtime:
     A world of one needs no network.
 
     Raises:
-        ValueError: if the devices or the backend that the flags ask for are not there.
+        UsageError: if the devices or the backend that the flags ask for are not there.
         RendezvousError: if not all ranks come in time.
     """
     kind, backend = _device_kind_and_backend(layout)
@@ -77,7 +78,7 @@ def _device_kind_and_backend(layout: ParallelConfig) -> tuple[str, str]:
     if layout.distributed_backend == "gloo":
         return "cpu", "gloo"
     if layout.distributed_backend == "nccl" and kind == "cpu":
-        raise ValueError(
+        raise UsageError(
             "--distributed-backend nccl needs GPUs, and this machine shows none: leave it out, or give gloo"
         )
     return kind, default_backend(kind)

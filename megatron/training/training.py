@@ -20,7 +20,7 @@ from megatron.training.checkpointing import (
     load_run,
 )
 from megatron.training.console import configure
-from megatron.training.failure import end_interrupted_rank, end_rank, together
+from megatron.training.failure import end_interrupted_rank, end_rank, part_of_usage, together
 from megatron.training.hooks import (
     CheckpointHook,
     EvaluationHook,
@@ -51,17 +51,18 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     refuse_misfits(config, world.world_size)
     check_save_folder(config.checkpoint)
     source = find_source(config.checkpoint)
-    tokenizer = (
-        build_tokenizer(config.tokenizer, config.model.vocab_size)
-        if config.tokenizer.tokenizer_type
-        else None
-    )
-    config = resolve(
-        config,
-        checkpoint_config=source.config if source else None,
-        tokenizer_vocab_size=tokenizer.vocab_size if tokenizer else None,
-        world_size=world.world_size,
-    )
+    with part_of_usage():
+        tokenizer = (
+            build_tokenizer(config.tokenizer, config.model.vocab_size)
+            if config.tokenizer.tokenizer_type
+            else None
+        )
+        config = resolve(
+            config,
+            checkpoint_config=source.config if source else None,
+            tokenizer_vocab_size=tokenizer.vocab_size if tokenizer else None,
+            world_size=world.world_size,
+        )
     if source is not None:
         check_source(source, config)
     runtime = initialize(config, world)

@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
-from megatron.training import training
+from megatron.training import initialize, training
 from tests.program import launch
 from tests.training_harness import flags, write_corpus
 
@@ -89,6 +90,36 @@ def test_a_lone_rank_of_many_does_not_wait_to_say_so(prefix, tmp_path):
 
 def pretend_to_be_the_first_of_four():
     os.environ["WORLD_SIZE"] = "4"
+
+
+def see_no_gpu():
+    initialize.device_type = lambda: "cpu"
+
+
+def test_what_the_machine_lacks_is_refused_as_a_command_line_that_cannot_be_run(prefix, tmp_path):
+    missing = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "no.json", "--merge-file", "no.txt"]
+    model = write_tokenizer(tmp_path)
+    small = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --vocab-size 5".split()
+    cases = {
+        "--vocab-file no.json: no such file; GPT2BPETokenizer wants": missing,
+        "--distributed-backend nccl needs GPUs": "--distributed-backend nccl".split(),
+        "--vocab-size 5: the vocabulary of": small,
+    }
+    jobs = []
+    for number, more in enumerate(cases.values()):
+        says = tmp_path / str(number)
+        says.mkdir()
+        jobs.append(launch(2, flags(prefix, TINY, *more), says, see_no_gpu))
+    for job, said in zip(jobs, cases, strict=True):
+        job.wait()
+        assert job.codes == [2, 2]
+        assert one_line(job).startswith(f"error: {said}")
+
+
+def write_tokenizer(folder):
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(9)}, unk_token="0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
 
 
 def read_data_as_nobody():
