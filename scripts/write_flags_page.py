@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.arguments import flag_sections
 from megatron.training.flags import Flag, flags_of
-from megatron.training.foreign_flags import FOREIGN_FLAGS, FOREIGN_VALUES, ForeignFlag
+from megatron.training.foreign_flags import FAMILIES, FOREIGN_FLAGS, FOREIGN_VALUES, ForeignFlag
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
@@ -27,9 +27,11 @@ Every flag of `pretrain_gpt.py`. `python pretrain_gpt.py --help` says the same.
 - A flag without a value is a switch, off unless you give it. `--x` also has `--no-x`, and the last one
   counts. A switch that itself begins with `--no-` or `--disable-` has no second negation.
 - `@FILE` puts the flags of a file in its place. Lines may hold several flags; `#` begins a comment.
+- A flag that has no effect beside the others, such as `--rotary-base` without rotary positions, costs one
+  line in the log.
 - Names are those of Megatron-LM. Flags of Megatron-LM and its relatives that are not ours come
-  [after the tables](#flags-of-other-systems): each is accepted with one line that says why it has no meaning
-  here, or refused with what to use instead.
+  [after the tables](#flags-of-other-systems), as far as launch scripts are known to use them: each is
+  accepted with one line that says why it has no meaning here, or refused with what to use instead.
 """
 
 FOREIGN = """\
@@ -37,7 +39,7 @@ FOREIGN = """\
 
 Launch scripts written for Megatron-LM and its relatives should work, or say why not. A foreign flag is
 accepted only where ignoring it can neither change the numbers of a run nor lose something that its user
-counts on.
+counts on. One that is in no table here is refused as unknown.
 """
 
 
@@ -97,6 +99,11 @@ def _foreign_flags() -> Iterator[str]:
         yield ""
         chosen = (foreign for foreign in FOREIGN_FLAGS.values() if foreign.accepted == accepted)
         yield from _table(("flags", "why" if accepted else "what to do"), _by_reason(chosen))
+    yield "### Families that are refused, whatever flags they have"
+    yield ""
+    yield from _table(
+        ("flags", "what to do"), ((_code(f"{start}…"), answer) for start, answer in FAMILIES.items())
+    )
     yield "### Values of our own flags that other systems know"
     yield ""
     spelling = {flag.dest: flag.spellings[0] for section in flag_sections() for flag in flags_of(section)}

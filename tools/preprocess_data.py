@@ -24,7 +24,9 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.corpus import input_files, read_chunks
 from megatron.core.tokenizers.documents import DocumentEncoder, EncodedChunk
 from megatron.core.tokenizers.ordered_pool import OrderedPool, WorkerDiedError
+from megatron.training.effects import tokenizer_flags_without_effect
 from megatron.training.flags import FlagParser, add_flags, build
+from megatron.training.foreign_flags import PREPROCESSING_FLAGS, add_foreign_flags, judge_foreign_flags
 
 MAX_BYTES_IN_FLIGHT = 64 << 20
 """Text that has been read and whose tokens are not written yet."""
@@ -152,15 +154,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = FlagParser(prog="preprocess_data.py", description=__doc__)
     for section in (PreprocessConfig, TokenizerConfig):
         add_flags(parser, section)
+    add_foreign_flags(parser, PREPROCESSING_FLAGS)
     namespace = parser.parse_args(arguments)
+    verdict = judge_foreign_flags(namespace, table=PREPROCESSING_FLAGS)
+    if verdict.refusals:
+        parser.error("; ".join(verdict.refusals))
     try:
         config = build(PreprocessConfig, namespace)
         files = input_files(config.input)
-        tokenizer = build_tokenizer(build(TokenizerConfig, namespace), config.vocab_size)
+        tokenizer_config = build(TokenizerConfig, namespace)
+        tokenizer = build_tokenizer(tokenizer_config, config.vocab_size)
         if config.append_eod:
             _ = tokenizer.eod  # if there is none, this says so
     except ValueError as error:
         parser.error(str(error))
+    for note in (*verdict.notes, *tokenizer_flags_without_effect(tokenizer_config)):
+        print(note, file=sys.stderr)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)

@@ -9,19 +9,26 @@ from typing import Any
 
 from megatron.core.config import TransformerConfig, flag
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
-from megatron.training.checks import validate
+from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate
 from megatron.training.config import RunConfig, config_sections
+from megatron.training.effects import flags_without_effect
 from megatron.training.flags import (
     FlagParser,
     add_flags,
     build,
     flag_text,
+    flags_among,
     flags_of,
     launched_rank,
     missing_flags,
     stop_with_error,
 )
-from megatron.training.foreign_flags import FOREIGN_VALUES, add_foreign_flags, judge_foreign_flags
+from megatron.training.foreign_flags import (
+    FOREIGN_VALUES,
+    add_foreign_flags,
+    family_refusal,
+    judge_foreign_flags,
+)
 from megatron.training.plan import run_schedule
 
 log = logging.getLogger(__name__)
@@ -70,25 +77,50 @@ def flag_sections() -> list[type]:
 def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
     """The settings that a command line gives, not yet resolved.
 
-    What cannot be run ends the program with one line from rank 0 and exit code 2. Each flag that has no
-    meaning here costs one line on rank 0.
+    What cannot be run ends the program with one line from rank 0 and exit code 2. Flags that have no meaning
+    here, or no effect beside the others, cost a line on rank 0.
 
     Args:
         argv: the command line without the program's name.
         description: first line of ``--help``.
     """
     parser = _make_parser(description)
-    namespace = parser.parse_args(argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    notes = _judge_strange_flags(parser, namespace, unknown)
     try:
-        notes = judge_foreign_flags(namespace)
+        given = _given_fields(parser, argv)
         _settle_position_embedding(namespace)
-        config = _build_sections(parser, argv, namespace)
+        notes += _settle_tokenizer(namespace)
+        config = _build_sections(namespace, given)
     except ValueError as error:
         parser.error(str(error))
     if launched_rank() == 0:
-        for note in notes:
+        for note in (*notes, *flags_without_effect(config, given)):
             log.warning("%s", note)
     return config
+
+
+def _judge_strange_flags(
+    parser: FlagParser, namespace: argparse.Namespace, unknown: Sequence[str]
+) -> list[str]:
+    """A line for each flag that is not ours and can be ignored; any other ends the program."""
+    strange = flags_among(unknown)
+    families = [word for word in strange if family_refusal(word)]
+    verdict = judge_foreign_flags(namespace, families)
+    problems = [parser.describe_unknown(word) for word in strange if word not in families]
+    problems += verdict.refusals
+    if problems:
+        parser.error("; ".join(problems))
+    return list(verdict.notes)
+
+
+def _given_fields(parser: FlagParser, argv: Sequence[str]) -> frozenset[str]:
+    """The fields whose flags are on the command line; ``parser`` loses its defaults over it."""
+    not_given = object()
+    names = [flag.dest for section in flag_sections() for flag in flags_of(section)]
+    parser.set_defaults(**dict.fromkeys(names, not_given))
+    seen, _ = parser.parse_known_args(argv)
+    return frozenset(name for name in names if getattr(seen, name) is not not_given)
 
 
 def refuse_misfits(config: RunConfig, world_size: int) -> None:
@@ -101,6 +133,7 @@ def refuse_misfits(config: RunConfig, world_size: int) -> None:
         return
     try:
         validate(config, world_size)
+        check_vocabulary(config)
     except ValueError as error:
         stop_with_error(f"error: {error}")
 
@@ -166,7 +199,15 @@ def _settle_position_embedding(namespace: argparse.Namespace) -> None:
         namespace.position_embedding_type = "none"
 
 
-def _build_sections(parser: FlagParser, argv: Sequence[str], namespace: argparse.Namespace) -> RunConfig:
+def _settle_tokenizer(namespace: argparse.Namespace) -> list[str]:
+    """Take the tokenizer that two files can only be meant for; a line about it."""
+    if namespace.tokenizer_type is not None or None in (namespace.vocab_file, namespace.merge_file):
+        return []
+    namespace.tokenizer_type = "GPT2BPETokenizer"
+    return ["--tokenizer-type is not given: GPT2BPETokenizer is taken, for --vocab-file and --merge-file"]
+
+
+def _build_sections(namespace: argparse.Namespace, given: frozenset[str]) -> RunConfig:
     """Build every section.
 
     Raises:
@@ -183,20 +224,17 @@ def _build_sections(parser: FlagParser, argv: Sequence[str], namespace: argparse
     if missing:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
     built: dict[str, Any] = {name: build(cls, namespace) for name, cls in sections.items() if name != "model"}
-    model = _partial_model(parser, argv, namespace) if partial else build(TransformerConfig, namespace)
+    model = _partial_model(namespace, given) if partial else build(TransformerConfig, namespace)
     return RunConfig(model=model, **built)
 
 
-def _partial_model(parser: FlagParser, argv: Sequence[str], namespace: argparse.Namespace) -> _PartialModel:
-    names = [field.name for field in dataclasses.fields(TransformerConfig)]
-    not_given = object()
-    parser.set_defaults(**dict.fromkeys(names, not_given))
-    seen = parser.parse_args(argv)
-    given = {name for name in names if getattr(seen, name) is not not_given}
+def _partial_model(namespace: argparse.Namespace, given: frozenset[str]) -> _PartialModel:
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    shape = given & names
     if namespace.use_rotary_position_embeddings or not namespace.add_position_embedding:
-        given.add("position_embedding_type")
+        shape |= {"position_embedding_type"}
     values = {name: getattr(namespace, name, None) for name in names}
-    return _PartialModel(**values, given=tuple(sorted(given)))  # type: ignore[arg-type]
+    return _PartialModel(**values, given=tuple(sorted(shape)))  # type: ignore[arg-type]
 
 
 def _model_of_checkpoint(model: TransformerConfig, checkpoint_config: RunConfig | None) -> TransformerConfig:
@@ -235,9 +273,7 @@ def _whole_model(model: _PartialModel) -> TransformerConfig:
 
 def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> TransformerConfig:
     if model.vocab_size is None and tokenizer_vocab_size is None:
-        raise ValueError(
-            "the size of the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size"
-        )
+        raise ValueError(UNKNOWN_VOCABULARY)
     if None not in (model.vocab_size, tokenizer_vocab_size) and model.vocab_size != tokenizer_vocab_size:
         raise ValueError(
             f"the vocabulary has {model.vocab_size} tokens by --vocab-size (or the checkpoint) and "

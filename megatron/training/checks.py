@@ -9,6 +9,11 @@ from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.split import parse_split
 from megatron.training.config import RunConfig
 
+UNKNOWN_VOCABULARY = (
+    "the size of the vocabulary is not known: give --tokenizer-type and its files (--vocab-file and "
+    "--merge-file alone mean GPT2BPETokenizer), or, for data of ready-made token ids, --vocab-size"
+)
+
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Refuse settings that cannot make a run of ``world_size`` ranks; resolved or not.
@@ -22,6 +27,16 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_world(config, world_size)
     _check_batch(config, world_size // config.parallel.model_parallel_size)
     _check_data(config)
+
+
+def check_vocabulary(config: RunConfig) -> None:
+    """Refuse settings of which no vocabulary follows; without --use-checkpoint-args, which may hold one.
+
+    Raises:
+        ValueError: naming the flags that would give one.
+    """
+    if config.model.vocab_size is None and config.tokenizer.tokenizer_type is None:
+        raise ValueError(UNKNOWN_VOCABULARY)
 
 
 def divisors(number: int) -> str:

@@ -34,6 +34,13 @@ USAGE_ERROR = 2
 _LAUNCHED_RANK = ("RANK", "SLURM_PROCID")
 _SECONDS_FOR_RANK_ZERO = 5.0
 
+_LEAST_LIKENESS = 0.8
+"""Share of letters that a misspelt flag has in common with the one meant; other words have less."""
+
+
+class UsageError(ValueError):
+    """A command line that cannot be run: the program ends with exit code :data:`USAGE_ERROR`."""
+
 
 class FlagParser(argparse.ArgumentParser):
     """A parser that takes whole flags only, reads ``@file``, and says in one line what is wrong.
@@ -62,15 +69,15 @@ class FlagParser(argparse.ArgumentParser):
         """Parse; what is no flag of this parser ends the program with the nearest valid spelling."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [word for word in unknown if word.startswith("-")]
-            self.error("; ".join(self._describe_unknown(word) for word in flags or unknown))
+            self.error("; ".join(map(self.describe_unknown, flags_among(unknown))))
         return found
 
     def error(self, message: str) -> NoReturn:
         """End the program with one line on standard error and exit code 2."""
         stop_with_error(f"{self.prog}: error: {message}")
 
-    def _describe_unknown(self, word: str) -> str:
+    def describe_unknown(self, word: str) -> str:
+        """What to say of a word that is no flag of this parser, with the nearest valid spelling."""
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"{word!r} follows no flag that takes it"
@@ -90,8 +97,20 @@ class FlagParser(argparse.ArgumentParser):
         abbreviated = [option for option in shown if option.startswith(wanted)]
         if same or abbreviated:
             return same or abbreviated[:3]
-        stems = difflib.get_close_matches(wanted[2:], [option[2:] for option in shown], n=2, cutoff=0.6)
+        stems = [option[2:] for option in shown if _word_by_word_alike(wanted[2:], option[2:])]
+        stems = difflib.get_close_matches(wanted[2:], stems, n=2, cutoff=_LEAST_LIKENESS)
         return [f"--{stem}" for stem in stems]
+
+
+def _word_by_word_alike(stem: str, other: str) -> bool:
+    """Whether each word of a flag is one of another's, misspelt at most: eval-batch-size is none of ours."""
+    words = other.split("-")
+    return all(difflib.get_close_matches(word, words, n=1) for word in stem.split("-"))
+
+
+def flags_among(words: Sequence[str]) -> list[str]:
+    """Of the words that a parser has left over, the flags; all of them where there is no flag."""
+    return [word for word in words if word.startswith("-")] or list(words)
 
 
 def launched_rank() -> int:

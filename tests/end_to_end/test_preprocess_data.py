@@ -55,6 +55,21 @@ def corpus(folder, *texts, name="in.jsonl"):
     return path
 
 
+def test_flags_of_older_scripts(tmp_path):
+    path = corpus(tmp_path, "1 2 3", "4 5")
+    older = run(tmp_path, "--input", path, "--dataset-impl", "mmap", "--vocab-file", "v.json", "--workers", 1)
+    assert older.returncode == 0, older.stderr
+    assert read(tmp_path / "out_text_document") == [[[1, 2, 3]], [[4, 5]]]
+    assert "--dataset-impl mmap has no meaning here: it asks for what is always so" in older.stderr
+    assert "--vocab-file has no effect with --tokenizer-type NullTokenizer" in older.stderr
+    lazy = run(tmp_path, "--input", path, "--data-impl", "lazy", "--keep-newlines")
+    assert lazy.returncode == 2
+    assert (
+        "--data-impl: token files are always .bin and .idx files; leave it out; --keep-newlines: "
+        in lazy.stderr
+    )
+
+
 def read(prefix):
     """Documents of a dataset, each a list of sequences; every byte of the two files is accounted for."""
     index = Path(f"{prefix}.idx").read_bytes()

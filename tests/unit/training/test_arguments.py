@@ -4,7 +4,7 @@ import json
 import pytest
 
 from megatron.core.config import TransformerConfig
-from megatron.training.arguments import parse_arguments, resolve
+from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.config import RunConfig
 from megatron.training.plan import batch_plan, run_schedule, schedule_lengths
 
@@ -53,7 +53,7 @@ def test_micro_batches_of_a_step():
 
 def test_the_vocabulary_comes_from_the_tokenizer_or_the_flag():
     assert settled("--vocab-size 50", vocab=None).model.vocab_size == 50
-    with pytest.raises(ValueError, match="--tokenizer-type and its files, or --vocab-size"):
+    with pytest.raises(ValueError, match=r"--tokenizer-type and its files .* or, .* --vocab-size"):
         settled(vocab=None)
     with pytest.raises(ValueError, match=r"50 tokens by --vocab-size .* 101 by the tokenizer"):
         settled("--vocab-size 50")
@@ -178,9 +178,73 @@ def test_the_schedule_on_resume():
     same = settled("--lr 3e-4 --lr-warmup-iters 2 --clip-grad 0.5")
     assert run_schedule(same, saved).learning_rate(2) == pytest.approx(1.5e-4)
     other = "--lr 3e-5 --lr-warmup-iters 2"
-    with pytest.raises(ValueError, match=r"3e-05 now, 0\.0003 saved"):
+    with pytest.raises(ValueError, match=r"--lr 0\.0003 in the checkpoint, --lr 3e-05 now"):
         run_schedule(settled(other), saved)
     override = settled(f"{other} --override-opt_param-scheduler")
     assert run_schedule(override, saved).learning_rate(2) == pytest.approx(1.5e-5)
     keep = settled(f"{other} --use-checkpoint-opt_param-scheduler")
     assert run_schedule(keep, saved).learning_rate(2) == pytest.approx(1.5e-4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "lines"),
+    [
+        (
+            "--lr-warmup-iters 2",
+            "--lr-warmup-iters 3",
+            ["length of the warm-up: --lr-warmup-iters 2 (4 samples) in the checkpoint, "
+             "--lr-warmup-iters 3 (6 samples) now"],
+        ),
+        (
+            "--lr-warmup-fraction 0.1 --weight-decay 0.1",
+            "--lr-warmup-fraction 0.2 --weight-decay 0.2",
+            ["length of the warm-up: --lr-warmup-fraction 0.1 (2 samples) in the checkpoint, "
+             "--lr-warmup-fraction 0.2 (4 samples) now",
+             "--weight-decay 0.1 in the checkpoint, --weight-decay 0.2 now"],
+        ),
+        (
+            "",
+            "--train-iters 20",
+            ["length of the learning rate's decay: --train-iters 10 (20 samples) in the checkpoint, "
+             "--train-iters 20 (40 samples) now"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-decay-iters 8",
+            "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-decay-iters 9",
+            ["length of the learning rate's decay: --lr-decay-iters 8 (16 samples) in the checkpoint, "
+             "--lr-decay-iters 9 (18 samples) now",
+             "length of the final annealing: --lr-wsd-decay-iters 2 (4 samples) in the checkpoint, "
+             "--lr-wsd-decay-iters 3 (6 samples) now"],
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.2",
+            ["--end-weight-decay 0.1 in the checkpoint, --end-weight-decay 0.2 now"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_differs_is_refused_in_the_words_of_the_command_line(saved, now, lines):
+    with pytest.raises(ValueError, match="differs from the checkpoint's") as error:
+        run_schedule(settled(now), settled(saved))
+    assert str(error.value).split("\n")[1:-1] == [f"  {line}" for line in lines]
+
+
+def test_vocab_and_merges_alone_mean_the_tokenizer_of_gpt2(caplog):
+    files = "--vocab-file v.json --merge-file m.txt"
+    assert raw(files).tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert [record.getMessage() for record in caplog.records] == [
+        "--tokenizer-type is not given: GPT2BPETokenizer is taken, for --vocab-file and --merge-file"
+    ]
+    caplog.clear()
+    assert raw(f"--tokenizer-type GPT2BPETokenizer {files}").tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert caplog.records == []
+    assert raw("--vocab-file v.json --vocab-size 9").tokenizer.tokenizer_type is None
+
+
+def test_a_run_without_a_vocabulary_is_refused_like_any_misfit(capsys):
+    refuse_misfits(raw("--vocab-size 9"), 1)
+    refuse_misfits(raw("--tokenizer-type NullTokenizer"), 1)
+    with pytest.raises(SystemExit) as stop:
+        refuse_misfits(raw(), 1)
+    assert stop.value.code == 2
+    assert "the size of the vocabulary is not known: give --tokenizer-type" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.training.arguments import flag_sections, parse_arguments
 from megatron.training.flags import flags_of
-from megatron.training.foreign_flags import FOREIGN_FLAGS, FOREIGN_VALUES
+from megatron.training.foreign_flags import FAMILIES, FOREIGN_FLAGS, FOREIGN_VALUES, PREPROCESSING_FLAGS
 
 KNOWN = json.loads(Path(__file__).with_name("known_flags.json").read_text())
 OURS = {
@@ -66,10 +66,10 @@ def test_each_foreign_flag_is_accepted_or_refused_in_one_line(name, capsys, capl
 
 def test_what_refusals_name_exists():
     """Every flag that a refusal sends the user to is a flag here."""
-    texts = [foreign.reason for foreign in FOREIGN_FLAGS.values()]
+    texts = [foreign.reason for foreign in FOREIGN_FLAGS.values()] + list(FAMILIES.values())
     texts += [text for values in FOREIGN_VALUES.values() for text in values.values()]
     named = {word.strip(",.;:()") for text in texts for word in text.split() if word.startswith("--")}
-    assert named - {"--profile"} <= set(OURS)
+    assert named - {"--profile", "--timing-log-level"} <= set(OURS)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,10 @@ def test_what_refusals_name_exists():
         ["--zero-stage", "0"],
         ["--expert-model-parallel-size", "1"],
         ["--data-impl", "mmap"],
+        ["--dataset-impl", "mmap"],
+        ["--timing-log-level", "0"],
+        ["--exp-avg-dtype", "fp32"],
+        ["--data-parallel-sharding-strategy", "no_shard"],
         ["--vocab-extra-ids", "0"],
         ["--attention-head-type", "multihead"],
     ],
@@ -117,3 +121,70 @@ def test_other_ranks_do_not_repeat_the_notes(caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     parse_arguments([*ENOUGH, "--use-flash-attn"], "test")
     assert caplog.text == ""
+
+
+# A choice of what Megatron-LM's releases from 23.08 on know and our own flags do not.
+MEGATRON_LM = """
+decoupled-lr decoupled-min-lr grad-reduce-in-bf16 empty-unused-memory-level fp8-format fp8-margin fp8-interval
+fp8-amax-history-len fp8-amax-compute-algo tiktoken-pattern tiktoken-num-special-tokens use-cpu-initialization
+no-persist-layer-norm log-progress timing-log-level timing-log-option no-initialization
+ckpt-fully-parallel-save ckpt-fully-parallel-load use-dist-ckpt dist-ckpt-format skip-train full-validation
+save-retain-interval num-virtual-stages-per-pipeline-rank use-rope-scaling squared-relu use-torch-fsdp2
+data-args-path barrier-with-L1-time no-barrier-with-level-1-timing wandb-save-dir use-sharp
+use-ring-exchange-p2p standalone-embedding-stage overlap-p2p-communication no-overlap-p2p-communication
+delay-grad-reduce no-delay-grad-reduce use-tp-pp-dp-mapping distribute-saved-activations recompute-modules
+init-method-xavier-uniform fp32-residual-connection onnx-safe openai-gelu adlr-autoresume
+adlr-autoresume-interval data-parallel-random-init no-data-sharding test-mode activations-checkpoint-method
+activations-checkpoint-granularity no-scatter-gather-tensors-in-pipeline query-in-block-prob dataset-impl
+lazy-mpu-init bert-load mask-prob short-seq-prob sample-rate mmap-warmup fp16-lm-cross-entropy
+rotary-interleaved no-contiguous-buffers-in-local-ddp no-manual-gc-eval use-legacy-models no-one-logger
+encoder-num-layers yaml-cfg log-straggler window-size embedding-init-method-std decrease-batch-size-if-needed
+cp-comm-type use-nccl-ub
+""".split()
+
+
+@pytest.mark.parametrize("name", MEGATRON_LM)
+def test_flags_of_megatron_lm_are_known(name):
+    assert f"--{name}" in FOREIGN_FLAGS
+
+
+@pytest.mark.parametrize("prefix", sorted(FAMILIES))
+def test_a_family_is_refused_whatever_its_flags_are(prefix, capsys):
+    name = f"{prefix.removesuffix('-')}-thing-of-tomorrow"
+    verdict, said = outcome(capsys, name, "3")
+    assert verdict == "refused"
+    assert f"{name}: {FAMILIES[prefix]}" in said
+    assert "unknown" not in said
+
+
+def test_no_family_holds_a_flag_of_ours():
+    assert not [flag for flag in OURS for prefix in FAMILIES if flag.startswith(prefix)]
+
+
+def test_unknown_and_refused_flags_are_said_together(capsys):
+    words = "--nonsense 3 --sequence-parallel --micro-batchsize 3 --moe-router-new=3 --moe-router-topk 2"
+    verdict, said = outcome(capsys, *words.split())
+    assert verdict == "refused"
+    assert (
+        "error: unknown flag --nonsense; unknown flag --micro-batchsize; did you mean --micro-batch-size?; "
+        in said
+    )
+    assert "; --sequence-parallel: sequence parallelism is not built yet; leave it out: the numbers" in said
+    assert "; --moe-router-topk, --moe-router-new: mixture of experts is not built" in said
+
+
+def test_what_takes_the_place_of_the_distributed_optimizer_is_said(capsys):
+    said = outcome(capsys, "--use-distributed-optimizer")[1]
+    assert "leave it out: the numbers are the same" in said
+    # bf16 weight and float32 gradient, main weight and two moments
+    assert f"{2 + 4 * 4} bytes for each parameter" in said
+
+
+def test_names_of_flags_that_mean_something_else_are_not_hinted_at(capsys):
+    for name in ("--eval-batch-size", "--lr-head", "--data-seed", "--log-dir-x", "--save-x-steps"):
+        assert outcome(capsys, name, "3")[1].endswith(f"unknown flag {name}\n")
+
+
+def test_preprocessing_flags():
+    assert PREPROCESSING_FLAGS["--dataset-impl"].accepts(["mmap"])
+    assert not PREPROCESSING_FLAGS["--dataset-impl"].accepts(["lazy"])

@@ -1,0 +1,262 @@
+"""Flags that are given without effect, since another flag that they belong to says otherwise.
+
+Launch scripts carry such flags along, so a run starts with them and says so.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron.core.config import TokenizerConfig, TransformerConfig
+from megatron.training.config import RunConfig, config_sections
+from megatron.training.flags import Flag, flags_of
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """When some flags of one section have no effect."""
+
+    section: str
+    """Attribute of :class:`RunConfig`."""
+    fields: str
+    """Their fields, separated by spaces."""
+    idle: Callable[[RunConfig], bool]
+    """Whether they have no effect."""
+    condition: str
+    """The same in words, after "has no effect"."""
+
+
+_ADAM: Final = "adam_beta1 adam_beta2 adam_eps"
+_DYNAMIC_SCALE: Final = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+_TENSORBOARD: Final = (
+    "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard "
+    "log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_loss_scale_to_tensorboard "
+    "log_learning_rate_to_tensorboard log_world_size_to_tensorboard"
+)
+_RESUMING: Final = "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
+
+
+def _kind_of_tokenizer(*kinds: str | None) -> Callable[[RunConfig], bool]:
+    return lambda config: config.tokenizer.tokenizer_type in kinds
+
+
+def _has_one_dataset(config: RunConfig) -> bool:
+    data = config.data
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return not any(path and len(path) > 1 for path in paths)
+
+
+def _has_no_warmup(config: RunConfig) -> bool:
+    schedule = config.schedule
+    return not (schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction)
+
+
+_TOKENIZER: Final = (
+    _Rule(
+        "tokenizer",
+        "vocab_file merge_file",
+        lambda config: config.tokenizer.tokenizer_type != "GPT2BPETokenizer",
+        "without --tokenizer-type GPT2BPETokenizer",
+    ),
+    _Rule(
+        "tokenizer",
+        "tokenizer_model",
+        _kind_of_tokenizer("GPT2BPETokenizer"),
+        "with --tokenizer-type GPT2BPETokenizer, which reads --vocab-file and --merge-file",
+    ),
+    _Rule(
+        "tokenizer",
+        "tokenizer_model parse_special_tokens",
+        _kind_of_tokenizer("NullTokenizer", None),
+        "without a --tokenizer-type that reads text",
+    ),
+)
+
+_MODEL: Final = (
+    _Rule(
+        "model",
+        "rotary_base rotary_percent",
+        lambda config: config.model.position_embedding_type != "rope",
+        "without --position-embedding-type rope",
+    ),
+    _Rule(
+        "model",
+        "max_position_embeddings",
+        lambda config: config.model.position_embedding_type != "learned_absolute",
+        "without --position-embedding-type learned_absolute, but to bound --seq-length",
+    ),
+    _Rule(
+        "data",
+        "reset_position_ids",
+        lambda config: config.model.position_embedding_type == "none",
+        "with --position-embedding-type none",
+    ),
+    _Rule(
+        "model",
+        "num_query_groups",
+        lambda config: not config.model.group_query_attention,
+        "without --group-query-attention",
+    ),
+    _Rule(
+        "model",
+        "add_qkv_bias",
+        lambda config: config.model.add_bias_linear,
+        "without --disable-bias-linear",
+    ),
+)
+
+_UPDATES: Final = (
+    _Rule(
+        "precision",
+        f"{_DYNAMIC_SCALE} max_consecutive_skips",
+        lambda config: not config.precision.fp16 and config.precision.loss_scale is None,
+        "without --fp16",
+    ),
+    _Rule(
+        "precision",
+        _DYNAMIC_SCALE,
+        lambda config: config.precision.loss_scale is not None,
+        "with --loss-scale, which is constant",
+    ),
+    _Rule(
+        "optimizer", _ADAM, lambda config: config.optimizer.optimizer != "adam", "without --optimizer adam"
+    ),
+    _Rule(
+        "optimizer",
+        "sgd_momentum",
+        lambda config: config.optimizer.optimizer != "sgd",
+        "without --optimizer sgd",
+    ),
+    _Rule(
+        "schedule",
+        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
+        lambda config: config.schedule.lr_decay_style != "WSD",
+        "without --lr-decay-style WSD",
+    ),
+    _Rule(
+        "schedule",
+        "min_lr",
+        lambda config: config.schedule.lr_decay_style == "constant",
+        "with --lr-decay-style constant",
+    ),
+    _Rule(
+        "schedule",
+        "lr_decay_iters lr_decay_samples",
+        lambda config: (
+            config.schedule.lr_decay_style == "constant" and config.schedule.lr_warmup_fraction is None
+        ),
+        "with --lr-decay-style constant, but to bound the warm-up",
+    ),
+    _Rule("schedule", "lr_warmup_init", _has_no_warmup, "without a warm-up, such as --lr-warmup-iters"),
+    _Rule(
+        "schedule",
+        "weight_decay",
+        lambda config: config.schedule.weight_decay_incr_style != "constant",
+        "with --start-weight-decay and --end-weight-decay",
+    ),
+    _Rule("schedule", _RESUMING, lambda config: config.checkpoint.load is None, "without --load"),
+    _Rule(
+        "schedule",
+        _RESUMING,
+        lambda config: config.checkpoint.load is not None and config.checkpoint.finetune,
+        "with --finetune, which begins a schedule of its own",
+    ),
+    _Rule(
+        "parallel",
+        "ddp_bucket_size",
+        lambda config: not config.parallel.overlap_grad_reduce,
+        "without --overlap-grad-reduce",
+    ),
+)
+
+_RUN: Final = (
+    _Rule(
+        "data",
+        "mid_level_dataset_surplus",
+        _has_one_dataset,
+        "without a blend of several datasets",
+    ),
+    _Rule(
+        "checkpoint",
+        "save_optim save_rng",
+        lambda config: config.checkpoint.save is None,
+        "without --save",
+    ),
+    _Rule(
+        "checkpoint",
+        "load_optim load_rng",
+        lambda config: config.checkpoint.load is None,
+        "without --load",
+    ),
+    _Rule(
+        "checkpoint",
+        "load_optim load_rng",
+        lambda config: config.checkpoint.load is not None and config.checkpoint.finetune,
+        "with --finetune, which takes weights only",
+    ),
+    _Rule(
+        "evaluation",
+        "eval_interval",
+        lambda config: config.evaluation.eval_iters == 0,
+        "with --eval-iters 0",
+    ),
+    _Rule(
+        "training",
+        "manual_gc_interval",
+        lambda config: not config.training.manual_gc,
+        "without --manual-gc",
+    ),
+    _Rule(
+        "logging",
+        _TENSORBOARD,
+        lambda config: config.logging.tensorboard_dir is None,
+        "without --tensorboard-dir",
+    ),
+)
+
+
+def flags_without_effect(config: RunConfig, given: Collection[str]) -> list[str]:
+    """A line for the flags of each kind that are given and have no effect.
+
+    Args:
+        config: the settings of a command line, not yet resolved.
+        given: fields whose flags are on it. Of a switch only what differs from its default counts.
+    """
+    lines = []
+    for rule in (*_TOKENIZER, *_MODEL, *_UPDATES, *_RUN):
+        if type(config.model) is not TransformerConfig and rule in _MODEL:
+            continue  # the checkpoint says what the model is
+        section = config_sections()[rule.section]
+        names = rule.fields.split()
+        flags = [
+            flag
+            for flag in flags_of(section)
+            if flag.dest in names
+            and flag.dest in given
+            and _asks_for_something(flag, getattr(getattr(config, rule.section), flag.dest))
+        ]
+        if flags and rule.idle(config):
+            lines.append(_line(flags, rule.condition))
+    return lines
+
+
+def tokenizer_flags_without_effect(config: TokenizerConfig) -> list[str]:
+    """The same of a tokenizer's flags alone, for a program that has no other settings of a run."""
+    reads = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ()}
+    read = reads.get(config.tokenizer_type or "", ("tokenizer_model",))
+    files = ("vocab_file", "merge_file", "tokenizer_model")
+    flags = [
+        flag
+        for flag in flags_of(TokenizerConfig)
+        if flag.dest in files and flag.dest not in read and getattr(config, flag.dest) is not None
+    ]
+    return [_line(flags, f"with --tokenizer-type {config.tokenizer_type}")] if flags else []
+
+
+def _asks_for_something(flag: Flag, value: Any) -> bool:
+    return "switch" not in flag.type or value != flag.default
+
+
+def _line(flags: list[Flag], condition: str) -> str:
+    spellings = ", ".join(flag.spellings[0] for flag in flags)
+    return f"{spellings} {'has' if len(flags) == 1 else 'have'} no effect {condition}"

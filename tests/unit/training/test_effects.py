@@ -1,0 +1,139 @@
+"""What a run says of flags that are given without effect."""
+
+import pytest
+
+from megatron.core.config import TokenizerConfig
+from megatron.training.arguments import parse_arguments
+from megatron.training.effects import tokenizer_flags_without_effect
+from tests.unit.training.test_arguments import BASE, CHECKPOINT_ARGS
+
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
+WITHOUT = [
+    (f"{GPT2} --tokenizer-model t", "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer"),
+    (
+        "--tokenizer-type Llama2Tokenizer --tokenizer-model t --vocab-file v --merge-file m",
+        "--vocab-file, --merge-file have no effect without --tokenizer-type GPT2BPETokenizer",
+    ),
+    ("--tokenizer-model t --vocab-size 9", "--tokenizer-model has no effect without a --tokenizer-type that"),
+    (
+        "--rotary-base 500000 --rotary-percent 1.0",
+        "--rotary-base, --rotary-percent have no effect without --position-embedding-type rope",
+    ),
+    (
+        "--max-position-embeddings 64 --position-embedding-type rope",
+        "--max-position-embeddings has no effect without --position-embedding-type learned_absolute, but",
+    ),
+    ("--num-query-groups 1", "--num-query-groups has no effect without --group-query-attention"),
+    ("--add-qkv-bias", "--add-qkv-bias has no effect without --disable-bias-linear"),
+    (
+        "--reset-position-ids --position-embedding-type none",
+        "--reset-position-ids has no effect with --position-embedding-type none",
+    ),
+    (
+        "--initial-loss-scale 65536 --hysteresis 2 --bf16",
+        "--initial-loss-scale, --hysteresis have no effect without --fp16",
+    ),
+    (
+        "--loss-scale 64 --fp16 --loss-scale-window 500",
+        "--loss-scale-window has no effect with --loss-scale, which is constant",
+    ),
+    ("--optimizer sgd --adam-beta1 0.9", "--adam-beta1 has no effect without --optimizer adam"),
+    ("--sgd-momentum 0.9", "--sgd-momentum has no effect without --optimizer sgd"),
+    (
+        "--lr-wsd-decay-iters 2 --lr-wsd-decay-style cosine",
+        "--lr-wsd-decay-iters, --lr-wsd-decay-style have no effect without --lr-decay-style WSD",
+    ),
+    (
+        "--lr-decay-style constant --min-lr 1e-5",
+        "--min-lr has no effect with --lr-decay-style constant",
+    ),
+    ("--lr-warmup-init 1e-6", "--lr-warmup-init has no effect without a warm-up"),
+    (
+        "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+        "--weight-decay has no effect with --start-weight-decay and --end-weight-decay",
+    ),
+    ("--ddp-bucket-size 1000", "--ddp-bucket-size has no effect without --overlap-grad-reduce"),
+    ("--no-save-optim", "--no-save-optim has no effect without --save"),
+    ("--no-load-optim --no-load-rng", "--no-load-optim, --no-load-rng have no effect without --load"),
+    ("--load x --finetune --no-load-rng", "--no-load-rng has no effect with --finetune, which takes"),
+    (
+        "--override-opt_param-scheduler",
+        "--override-opt_param-scheduler has no effect without --load",
+    ),
+    ("--eval-iters 0 --eval-interval 9", "--eval-interval has no effect with --eval-iters 0"),
+    ("--manual-gc-interval 5", "--manual-gc-interval has no effect without --manual-gc"),
+    (
+        "--log-timers-to-tensorboard --tensorboard-queue-size 1000",
+        "--tensorboard-queue-size, --log-timers-to-tensorboard have no effect without --tensorboard-dir",
+    ),
+    ("--mid-level-dataset-surplus 0.1", "--mid-level-dataset-surplus has no effect without a blend"),
+]
+WITH = [
+    GPT2,
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --parse-special-tokens",
+    "--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5",
+    "--rotary-base 500000 --use-rotary-position-embeddings",
+    "--max-position-embeddings 64 --group-query-attention --num-query-groups 2 --reset-position-ids",
+    "--disable-bias-linear --add-qkv-bias",
+    "--fp16 --initial-loss-scale 65536 --min-loss-scale 1 --loss-scale-window 500 --hysteresis 2",
+    "--bf16 --loss-scale 64 --max-consecutive-skips 7",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 2 --min-lr 1e-5 --lr-warmup-iters 1 --lr-warmup-init 1e-6",
+    "--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-fraction 0.2",
+    "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.1",
+    "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6",
+    "--save x --load x --no-save-optim --no-load-optim --no-load-rng --override-opt_param-scheduler",
+    "--tensorboard-dir x --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard",
+    "--eval-interval 5 --manual-gc --manual-gc-interval 5 --overlap-grad-reduce --ddp-bucket-size 1000",
+    "--no-manual-gc --no-add-qkv-bias",
+]
+
+
+def notes(flags, caplog, base=BASE):
+    parse_arguments(f"{base} {flags}".split(), "test")
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(("flags", "line"), WITHOUT)
+def test_a_flag_without_effect_costs_one_line(flags, line, caplog):
+    (said,) = notes(flags, caplog)
+    assert said.startswith(line)
+
+
+@pytest.mark.parametrize("flags", WITH)
+def test_a_flag_with_effect_costs_none(flags, caplog):
+    assert notes(flags, caplog) == []
+
+
+def test_only_rank_zero_says_it(caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert notes("--rotary-base 5", caplog) == []
+
+
+def test_the_shape_of_a_model_that_the_checkpoint_holds_is_not_judged(caplog):
+    said = notes("--rotary-base 500000 --manual-gc-interval 5", caplog, CHECKPOINT_ARGS)
+    assert said == ["--manual-gc-interval has no effect without --manual-gc"]
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            TokenizerConfig("GPT2BPETokenizer", "v", "m", "t"),
+            "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer",
+        ),
+        (
+            TokenizerConfig("Llama2Tokenizer", "v", "m", "t"),
+            "--vocab-file, --merge-file have no effect with --tokenizer-type Llama2Tokenizer",
+        ),
+        (
+            TokenizerConfig("NullTokenizer", vocab_file="v"),
+            "--vocab-file has no effect with --tokenizer-type NullTokenizer",
+        ),
+    ],
+)
+def test_a_tokenizer_s_flags_alone(config, line):
+    assert tokenizer_flags_without_effect(config) == [line]
+
+
+def test_a_tokenizer_that_reads_all_of_its_flags():
+    assert tokenizer_flags_without_effect(TokenizerConfig("GPT2BPETokenizer", "v", "m")) == []
