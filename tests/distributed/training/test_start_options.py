@@ -103,7 +103,7 @@ def found(prefix, saved):
 
 
 def test_a_lower_learning_rate_is_refused_unless_a_flag_chooses(found):
-    assert "max_lr: 3e-05 now, 0.0003 saved" in found["lower"]
+    assert "--lr 0.0003 in the checkpoint, --lr 3e-05 now" in found["lower"]
     assert "--override-opt_param-scheduler" in found["lower"]
     rate = found["resumed"]["learning_rate"]
     assert 2e-4 < rate < 3e-4
