@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PURE = ["tests/unit/core/datasets", "tests/unit/core/checkpoint", "tests/unit/training"]
-"""What leans on NumPy and on PyTorch's API most, and runs in one process."""
 
 
 def _run_with(folder: Path, requirement: str, tests: list[str]) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), requirement]
-    subprocess.run(install, check=True)
+    if subprocess.run(install, capture_output=True).returncode:
+        pytest.skip(f"{requirement} cannot be had here")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     warnings = ["-W", "error::DeprecationWarning", "-W", "error::FutureWarning"]
     name, version = requirement.split("==")
@@ -33,7 +32,7 @@ def _run_with(folder: Path, requirement: str, tests: list[str]) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("requirement", ["numpy==2.0.0", "numpy==2.4.6"])
 def test_numpy(tmp_path, requirement):
-    _run_with(tmp_path, requirement, PURE)
+    _run_with(tmp_path, requirement, ["tests/unit", "tests/distributed/training/test_step.py"])
 
 
 @pytest.mark.parametrize("requirement", ["numpy==2.0.0"])

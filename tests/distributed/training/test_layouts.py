@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.training_harness import SHAPES, Record, flags, train_runs, write_corpus
+from tests.training_harness import SHAPES, Record, flags, train_run, train_runs, write_corpus
 
 SGD = ("--optimizer", "sgd")
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
@@ -91,3 +91,35 @@ def test_in_float64_only_rounding_is_left(prefix, shape):
             assert record.norms == pytest.approx(expected.norms, rel=1e-10)
             for name, weight in expected.weights.items():
                 assert (record.weights[name] - weight).abs().max() <= 1e-10, name
+
+
+def test_adam_keeps_the_curve_too(prefix):
+    adam = ("--lr", "1e-3", "--micro-batch-size", "2")
+    lines = [flags(prefix, shape, *adam) for shape in SHAPES.values()]
+    (expected,) = run_ranks(1, train_runs, lines)
+    split = [[*line, *_layout(2, 2)] for line in lines]
+    for records in run_ranks(4, train_runs, split, timeout_seconds=120):
+        for record, reference in zip(records, expected, strict=True):
+            assert record.losses == pytest.approx(reference.losses, rel=2e-6)
+            assert record.norms == pytest.approx(reference.norms, rel=1e-5)
+
+
+DROPOUT = ("--hidden-dropout", "0.5", "--attention-dropout", "0.5")
+
+
+def test_dropout_goes_by_the_place_in_the_global_batch_and_not_by_the_replica(prefix):
+    # Equal masks on replicas, or masks drawn by a replica's own count of micro-batches, give other losses.
+    line = flags(prefix, SHAPES["gpt2"], *SGD, *DROPOUT, "--train-iters", "5")
+    (alone,) = run_ranks(1, train_run, line)
+    (masked_otherwise,) = run_ranks(1, train_run, [*line, "--micro-batch-size", "2"])
+    assert masked_otherwise.losses != pytest.approx(alone.losses, rel=1e-4)
+    for replica in run_ranks(2, train_run, line):
+        assert replica.losses == pytest.approx(alone.losses, rel=2e-6)
+        assert replica.norms == pytest.approx(alone.norms, rel=1e-5)
+
+
+def test_hidden_dropout_does_not_depend_on_tensor_or_pipeline_parallelism(prefix):
+    line = flags(prefix, SHAPES["gpt2"], *SGD, *DROPOUT[:2], "--train-iters", "5")
+    (alone,) = run_ranks(1, train_run, line)
+    for rank in run_ranks(4, train_run, [*line, *_layout(2, 2)]):
+        assert rank.losses == pytest.approx(alone.losses, rel=2e-6)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,8 +13,6 @@ from megatron.core.config import DataConfig
 from megatron.core.datasets import builder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.harness import make_state, run_ranks
-
-ROUNDS = 5
 
 
 def write(folder):
@@ -43,16 +42,17 @@ def digest(splits):
     return found.hexdigest()
 
 
-def build_at_once(paths, folder):
+def build_at_once(paths, folder, rounds):
     digests = []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         dist.barrier()
         digests.append(digest(build(paths, Path(folder, f"cold-{number}"))))
     return digests
 
 
-def test_four_ranks_with_a_cold_cache(tmp_path):
-    by_rank = run_ranks(4, build_at_once, write(tmp_path), str(tmp_path))
+@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.nightly)])
+def test_four_ranks_with_a_cold_cache(tmp_path, rounds):
+    by_rank = run_ranks(4, build_at_once, write(tmp_path), str(tmp_path), rounds)
     assert {value for digests in by_rank for value in digests} == {by_rank[0][0]}
     left = [path.name for path in tmp_path.glob("cold-*/*") if path.suffix in (".partial", ".lock")]
     assert left == []
