@@ -73,7 +73,7 @@ def test_every_number_format_trains_on_cpus(prefix, tmp_path, layout):
 
 def test_what_needs_a_gpu_is_refused_by_name(prefix, tmp_path):
     job = launch(1, flags(prefix, TINY, "--distributed-backend", "nccl"), tmp_path, hide_gpus).wait()
-    assert job.codes == [1]
+    assert job.codes == [2]
     said = "--distributed-backend nccl needs GPUs, and this machine shows none: leave it out, or give gloo"
     assert job.errors == [f"error: {said}\n"]
 
