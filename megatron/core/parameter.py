@@ -5,7 +5,6 @@ the parameter's path in the module tree, which is its name in the whole model to
 globally), so it is looked up and not stored: see :func:`named_parameters`.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -133,8 +132,3 @@ def piece_views(tensor: torch.Tensor, facts: ParameterFacts, *, primary_only: bo
         for piece in facts.pieces
         if piece.length and (piece.primary or not primary_only)
     ]
-
-
-def true_size(facts: ParameterFacts) -> int:
-    """Number of elements of the whole parameter, without padding."""
-    return math.prod(facts.global_shape)

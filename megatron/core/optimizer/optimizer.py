@@ -200,13 +200,6 @@ class Optimizer:
                 state.bucket.weights.copy_(state.main)
 
     @torch.no_grad()
-    def load_main_from_model(self) -> None:
-        """Copy the model's weights to the main weights; call it after loading only the model's weights."""
-        for state in self._buckets:
-            if state.separate:
-                state.main.copy_(state.bucket.weights)
-
-    @torch.no_grad()
     def params_norm(self) -> float:
         """L2 norm of the whole model's main weights; all ranks of the model group call it together."""
         return parameters_norm(self._buffers, [state.main for state in self._buckets], self._model_group)

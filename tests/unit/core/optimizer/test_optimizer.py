@@ -200,17 +200,6 @@ def test_saved_state_resumes_bit_for_bit(dtype: torch.dtype):
             assert torch.equal(weight, resumed.weights()[name])
 
 
-def test_weights_loaded_without_optimizer_state_become_the_main_weights():
-    with solo_group() as group:
-        engine = Engine(group, torch.bfloat16)
-        engine.model.load_state_dict(TwoLayers(torch.bfloat16, seed=9).state_dict())
-        engine.optimizer.load_main_from_model()
-        expected = torch.stack([p.double().square().sum() for p in engine.model.parameters()]).sum().sqrt()
-        assert engine.optimizer.params_norm() == pytest.approx(
-            expected.item(), rel=1e-7
-        )  # float32 inside a row
-
-
 def test_bad_scalar_state_is_refused():
     with solo_group() as group:
         engine = Engine(group, precision=PrecisionConfig(fp16=True))
