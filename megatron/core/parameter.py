@@ -52,7 +52,10 @@ class ParameterFacts:
 
     @property
     def partly_shared(self) -> bool:
-        """Whether this rank holds a part that some, not all, of its tensor-parallel group hold too."""
+        """Whether this rank holds a part that another one, its primary holder, counts and saves.
+
+        False on the primary holder itself, so ranks must agree before a collective hangs on it.
+        """
         return self.split and not all(piece.primary for piece in self.pieces)
 
 
@@ -118,17 +121,3 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     for path, parameter in module.named_parameters():
         facts = facts_of(parameter)
         yield NamedParameter(facts.copy_of or path, parameter, facts)
-
-
-def piece_views(tensor: torch.Tensor, facts: ParameterFacts, *, primary_only: bool) -> list[torch.Tensor]:
-    """Views of a local tensor (a parameter, its gradient or a moment), one for each piece.
-
-    With ``primary_only`` only what this rank counts in norms and saves; a tied copy gives none at all.
-    """
-    if primary_only and facts.copy_of is not None:
-        return []
-    return [
-        tensor.narrow(facts.dim, piece.local, piece.length)
-        for piece in facts.pieces
-        if piece.length and (piece.primary or not primary_only)
-    ]

@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.parameter import Piece, Placement, named_parameters, piece_views
+from megatron.core.parameter import Piece, Placement, named_parameters
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,6 +16,11 @@ from tests.harness import make_state, run_ranks
 V, PADDED, H, FF = 101, 112, 8, 24
 TOKENS = torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(2))
 UPSTREAM = torch.randn(3, 5, H, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def piece_views(tensor, facts):
+    """The rows of a local tensor that lie in the whole one, a view for each piece."""
+    return [tensor.narrow(facts.dim, piece.local, piece.length) for piece in facts.pieces if piece.length]
 
 
 class Net(nn.Module):
@@ -56,9 +61,7 @@ def dense():
 def _whole_parameters():
     net = Net(make_state().group("tp"))
     return {
-        named.name: torch.cat(
-            piece_views(named.parameter.detach(), named.facts, primary_only=False), named.facts.dim
-        )
+        named.name: torch.cat(piece_views(named.parameter.detach(), named.facts), named.facts.dim)
         for named in named_parameters(net)
     }
 
@@ -86,8 +89,8 @@ def _run(tp):
             (piece.start, values, gradient)
             for piece, values, gradient in zip(
                 [piece for piece in named.facts.pieces if piece.length],
-                piece_views(named.parameter.detach(), named.facts, primary_only=False),
-                piece_views(named.parameter.grad, named.facts, primary_only=False),
+                piece_views(named.parameter.detach(), named.facts),
+                piece_views(named.parameter.grad, named.facts),
                 strict=True,
             )
         ]
