@@ -10,10 +10,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.datasets import build_datasets
 from megatron.core.models import GPTModel, ModelStage
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.tokenizers import Tokenizer
@@ -28,11 +28,11 @@ class GPTTask:
     loss_names = ("lm loss",)
 
     def build_model(
-        self, config: RunConfig, stage: Stage, tp_group: ProcessGroup, placement: Placement
+        self, config: RunConfig, stage: Stage, parallel: ModelParallel, placement: Placement
     ) -> nn.Module:
         """The layers of ``stage``, with embeddings on the first and output layer on the last."""
         part = ModelStage(stage.layers, pre_process=stage.first, post_process=stage.last)
-        return GPTModel(config.model, part, group=tp_group, placement=placement)
+        return GPTModel(config.model, part, parallel=parallel, placement=placement)
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]

@@ -59,7 +59,9 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def make_state(tp: int = 1, pp: int = 1) -> ParallelState:
+def make_state(tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelState:
     """The parallel state of this rank in a layout; what is left of the world is data parallel."""
-    config = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+    )
     return create_parallel_state(config, "cpu")

@@ -20,6 +20,7 @@ import torch
 from megatron.core.checkpoint import open_checkpoint
 from megatron.core.config import ParallelConfig, TokenizerConfig, flag
 from megatron.core.models import GPTModel, ModelStage
+from megatron.core.parallel_state import model_parallel
 from megatron.core.parameter import Placement, named_parameters
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.tokenizers import build_tokenizer
@@ -70,8 +71,8 @@ def main() -> None:
     tokenizer = build_tokenizer(moved(config.tokenizer, arguments), config.model.vocab_size)
 
     whole = ModelStage(range(config.model.num_layers), pre_process=True, post_process=True)
-    tp_group = runtime.state.group("tp")
-    model = GPTModel(config.model, whole, group=tp_group, placement=Placement(torch.float32, device))
+    parallel = model_parallel(runtime.state, layout)
+    model = GPTModel(config.model, whole, parallel=parallel, placement=Placement(torch.float32, device))
     load_weights(checkpoint, list(named_parameters(model)), everyone, device)
     model.eval()
 

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron.core.communication import Meter, MeteredGroup
 from megatron.core.config import ParallelConfig
 
 Axis = Literal["pp", "dp", "cp", "tp"]
@@ -18,11 +19,29 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
+class ModelParallel:
+    """How ranks share the layers of one stage: what the network has to know of the layout."""
+
+    tp: ProcessGroup
+    """Ranks that share every layer."""
+    cp: ProcessGroup
+    """Ranks that share every sequence."""
+    sequence_parallel: bool = False
+    """Whether what tensor parallelism replicates is split along the sequence instead."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How ranks of a sequence see each other's keys and values."""
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """The process groups of one rank. Made once, at the top, and passed down."""
 
+    mesh: DeviceMesh
+    """All ranks, with the axes ``pp``, ``dp``, ``cp`` and ``tp``."""
     groups: dict[Axis, ProcessGroup]
-    """This rank's group along each axis."""
+    """This rank's group along each axis. Along ``pp`` activations travel, from stage to stage."""
+    pp_gradients: ProcessGroup
+    """The same ranks as along ``pp``, with channels of their own: gradients travel here."""
     data_group: ProcessGroup
     """Ranks that hold the same parameters: dp and cp together."""
     model_group: ProcessGroup
@@ -55,8 +74,20 @@ class ParallelState:
         return self.rank("pp") == self.size("pp") - 1
 
 
-def create_parallel_state(config: ParallelConfig, device_type: str) -> ParallelState:
+def model_parallel(state: ParallelState, config: ParallelConfig) -> ModelParallel:
+    """What the network has to know of a layout."""
+    return ModelParallel(state.group("tp"), state.group("cp"), config.sequence_parallel, config.cp_comm_type)
+
+
+def create_parallel_state(
+    config: ParallelConfig, device_type: str, meter: Meter | None = None
+) -> ParallelState:
     """Make every group of the layout; all ranks of an initialised ``torch.distributed`` call this together.
+
+    Args:
+        config: the sizes of the axes.
+        device_type: ``cpu`` or ``cuda``.
+        meter: counts what travels over the groups, by axis; None counts nothing.
 
     Raises:
         ValueError: if the world does not divide by the model-parallel size.
@@ -75,18 +106,23 @@ def create_parallel_state(config: ParallelConfig, device_type: str) -> ParallelS
     layout = mesh.mesh  # [pp, dp, cp, tp] global ranks
     pp, dp, cp, tp = layout.shape
     data_rows = layout.permute(0, 3, 1, 2).reshape(-1, dp * cp).tolist()
+    pipeline_rows = layout.permute(1, 2, 3, 0).reshape(-1, pp).tolist()
     model_rows = layout.permute(1, 2, 0, 3).reshape(-1, pp * tp).tolist()
     embedding_rows = layout[[0, -1]].reshape(2, -1).t().tolist() if pp > 1 else []
-    data_group = _own_group(data_rows)
-    model_group = _own_group(model_rows)
-    world_group = dist.new_group(list(range(world)))
-    assert data_group is not None and model_group is not None and world_group is not None  # noqa: PT018
+
+    def metered(group: ProcessGroup | None, axis: str) -> ProcessGroup:
+        assert group is not None, f"every rank has a place on the axis {axis}"
+        return group if meter is None else MeteredGroup(group, axis, meter)
+
+    embedding_group = _own_group(embedding_rows)
     return ParallelState(
-        groups={axis: mesh.get_group(axis) for axis in AXES},
-        data_group=data_group,
-        model_group=model_group,
-        embedding_group=_own_group(embedding_rows),
-        world_group=world_group,
+        mesh=mesh,
+        groups={axis: metered(mesh.get_group(axis), axis) for axis in AXES},
+        pp_gradients=metered(_own_group(pipeline_rows), "pp"),
+        data_group=metered(_own_group(data_rows), "dp"),
+        model_group=metered(_own_group(model_rows), "world"),
+        embedding_group=None if embedding_group is None else metered(embedding_group, "pp"),
+        world_group=metered(dist.new_group(list(range(world))), "world"),
     )
 
 

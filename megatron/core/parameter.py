@@ -44,6 +44,11 @@ class ParameterFacts:
     """Whether weight decay applies (not to biases, nor to any parameter of one dim)."""
     copy_of: str | None = None
     """Name of the parameter on another stage that this one is a copy of (the tied output layer)."""
+    tied: bool = False
+    """Whether another stage holds this parameter too: the original and the copy alike."""
+    partial_over_tp: bool = False
+    """Whether each tensor-parallel rank sees only a part of its gradient, though all hold it whole: it works on
+    a slice of the sequence or on a rank's own heads. The parts are to be summed before the update."""
 
     @property
     def split(self) -> bool:
@@ -79,7 +84,12 @@ def make_parameter(local_shape: tuple[int, ...], facts: ParameterFacts, placemen
 
 
 def replicated_facts(
-    shape: tuple[int, ...], tp_rank: int, *, init_std: float | None = None, init_fill: float = 0.0
+    shape: tuple[int, ...],
+    tp_rank: int,
+    *,
+    init_std: float | None = None,
+    init_fill: float = 0.0,
+    partial_over_tp: bool = False,
 ) -> ParameterFacts:
     """Facts of a parameter that every tensor-parallel rank holds whole; rank 0 counts and saves it."""
     return ParameterFacts(
@@ -89,6 +99,7 @@ def replicated_facts(
         init_std=init_std,
         init_fill=init_fill,
         weight_decay=len(shape) > 1,
+        partial_over_tp=partial_over_tp,
     )
 
 

@@ -43,9 +43,17 @@ _TRAINING_FIELDS = frozenset(
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "recompute_modules",
+        "distribute_saved_activations",
+        "attention_backend",
     }
 )
 """Fields of the model section that do not say what the model is: the command line may change them."""
+
+_ALWAYS_GIVEN = tuple(
+    name for name in sorted(_TRAINING_FIELDS) if "recompute" in name or "activations" in name
+)
+"""Those that the command line decides even by leaving them out."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class OlderSpellings:
     """The same as --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, off="--no-position-embedding")
     """No learned positions: --position-embedding-type none, unless rotary ones are asked for."""
+    recompute_activations: bool = False
+    """The same as --recompute-granularity selective."""
 
 
 def flag_sections() -> list[type]:
@@ -90,6 +100,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
     try:
         given = _given_fields(parser, argv)
         _settle_position_embedding(namespace)
+        _settle_recomputation(namespace)
         notes += _settle_tokenizer(namespace)
         config = _build_sections(namespace, given)
     except ValueError as error:
@@ -199,6 +210,15 @@ def _settle_position_embedding(namespace: argparse.Namespace) -> None:
         namespace.position_embedding_type = "none"
 
 
+def _settle_recomputation(namespace: argparse.Namespace) -> None:
+    """Let the older spelling of selective recomputation have its say."""
+    if not namespace.recompute_activations:
+        return
+    if namespace.recompute_granularity == "full":
+        raise ValueError("--recompute-activations and --recompute-granularity full exclude each other")
+    namespace.recompute_granularity = "selective"
+
+
 def _settle_tokenizer(namespace: argparse.Namespace) -> list[str]:
     """Take the tokenizer that two files can only be meant for; a line about it."""
     if namespace.tokenizer_type is not None or None in (namespace.vocab_file, namespace.merge_file):
@@ -248,7 +268,7 @@ def _model_of_checkpoint(model: TransformerConfig, checkpoint_config: RunConfig 
         return _whole_model(model)
     saved = checkpoint_config.model
     changed: dict[str, Any] = {}
-    for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", *model.given):
+    for name in (*_ALWAYS_GIVEN, *model.given):
         if name in _TRAINING_FIELDS:
             changed[name] = getattr(model, name)
         elif getattr(model, name) != getattr(saved, name):

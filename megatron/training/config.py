@@ -130,6 +130,12 @@ class LoggingConfig:
     """Iterations between log lines."""
     log_throughput: bool = False
     """Add TFLOP/s per device to the log line."""
+    log_communication: bool = False
+    """Record the collectives, bytes and waiting time of every axis in the metrics file and TensorBoard."""
+    trace_dir: str | None = None
+    """Folder for measured timelines of the pipeline, one file for each rank, in Chrome's trace format."""
+    trace_iterations: int = 3
+    """Iterations that --trace-dir records, from the run's second one on."""
     log_params_norm: bool = False
     """Log the L2 norm of all parameters."""
     metrics_file: str | None = None
@@ -154,7 +160,12 @@ class LoggingConfig:
     """Write the number of ranks to TensorBoard."""
 
     def __post_init__(self) -> None:
-        for name in ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"):
+        for name in (
+            "log_interval",
+            "tensorboard_log_interval",
+            "tensorboard_queue_size",
+            "trace_iterations",
+        ):
             _at_least(1, self, name)
 
 

@@ -13,7 +13,7 @@ from megatron.core.distributed import (
     default_bucket_size,
 )
 from megatron.core.optimizer import Optimizer
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, model_parallel
 from megatron.core.parameter import NamedParameter, Placement, named_parameters
 from megatron.core.pipeline_parallel.p2p import TensorSpec
 from megatron.core.pipeline_parallel.partition import layer_ranges
@@ -60,7 +60,9 @@ def build_run(
     stage = Stage(splits[state.rank("pp")], state.is_first_stage, state.is_last_stage)
     for number, layers in enumerate(splits):
         log.info(" > pipeline stage %d holds layers %d to %d", number, layers.start, layers.stop - 1)
-    model = task.build_model(config, stage, state.group("tp"), Placement(dtype, runtime.device))
+    model = task.build_model(
+        config, stage, model_parallel(state, config.parallel), Placement(dtype, runtime.device)
+    )
     accelerate(model, runtime)
     initialize_parameters(model, config.training.seed)
     parameters = list(named_parameters(model))
@@ -76,7 +78,7 @@ def build_run(
     plan = batch_plan(config, runtime.world_size)
     log.info("setting number of microbatches to constant %d", plan.num_microbatches)
     log.info("> learning rate decay style: %s", config.schedule.lr_decay_style)
-    order = SCHEDULES[config.parallel.pipeline_schedule](state.size("pp"), plan.num_microbatches)
+    order = SCHEDULES[config.parallel.pipeline_schedule or "1f1b"](state.size("pp"), plan.num_microbatches)
     model_config = config.model
     return Run(
         config=config,

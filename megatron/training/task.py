@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.tokenizers import Tokenizer
@@ -52,7 +52,7 @@ class Task(Protocol):
         """Names of the losses in the order in which :meth:`forward` gives them, such as ``("lm loss",)``."""
 
     def build_model(
-        self, config: RunConfig, stage: Stage, tp_group: ProcessGroup, placement: Placement
+        self, config: RunConfig, stage: Stage, parallel: ModelParallel, placement: Placement
     ) -> nn.Module:
         """The uninitialised part of the model that ``stage`` holds."""
 

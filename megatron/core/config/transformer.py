@@ -64,8 +64,16 @@ class TransformerConfig:
     """Dropout on embeddings and on what attention and MLP add to the residual stream."""
     label_smoothing: float = 0.0
     """Share of the target probability that is spread evenly over the vocabulary."""
-    recompute_granularity: Literal["full"] | None = None
-    """Keep only layer inputs and recompute the rest in the backward pass."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Core attention: PyTorch's fastest fused kernel (auto, flash, fused), or plain matrix products and a
+    softmax (unfused, local)."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass: keep only layer inputs (full), or only leave out what
+    --recompute-modules names (selective)."""
+    recompute_modules: tuple[str, ...] | None = None
+    """What selective recomputation leaves out: core_attn (default), mlp, layernorm."""
+    distribute_saved_activations: bool = False
+    """With full recomputation: divide the saved layer inputs over the tensor-parallel ranks."""
     recompute_method: Literal["uniform", "block"] | None = None
     """uniform: units of --recompute-num-layers layers; block: only the first --recompute-num-layers layers of
     a stage."""

@@ -2,9 +2,9 @@
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement, make_parameter, replicated_facts
 from megatron.core.tensor_parallel import RandomStream, VocabParallelEmbedding
 from megatron.core.transformer import dropout
@@ -18,7 +18,7 @@ class PositionEmbedding(nn.Module):
         num_positions: int,
         hidden_size: int,
         *,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         init_std: float,
     ) -> None:
@@ -27,14 +27,14 @@ class PositionEmbedding(nn.Module):
         Args:
             num_positions: rows of the table.
             hidden_size: h.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the weight.
             init_std: standard deviation of its initial values.
         """
         super().__init__()
         shape = (num_positions, hidden_size)
         self.weight = make_parameter(
-            shape, replicated_facts(shape, group.rank(), init_std=init_std), placement
+            shape, replicated_facts(shape, parallel.tp.rank(), init_std=init_std), placement
         )
 
     def forward(self, seq_length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
@@ -61,21 +61,22 @@ class PositionEmbedding(nn.Module):
 class LanguageModelEmbedding(nn.Module):
     """Word embeddings, plus learned positions where the model has them, then dropout."""
 
-    def __init__(self, config: TransformerConfig, *, group: ProcessGroup, placement: Placement) -> None:
+    def __init__(self, config: TransformerConfig, *, parallel: ModelParallel, placement: Placement) -> None:
         """Make the tables.
 
         Args:
             config: shape of the model.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
         """
         super().__init__()
         self.dropout_probability = config.hidden_dropout
         self.word_embeddings = VocabParallelEmbedding(
             config.true_vocab_size,
-            config.padded_vocab_size(group.size()),
+            config.padded_vocab_size(parallel.tp.size()),
             config.hidden_size,
-            group=group,
+            group=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std,
         )
@@ -84,7 +85,7 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings = PositionEmbedding(
                 config.num_positions,
                 config.hidden_size,
-                group=group,
+                parallel=parallel,
                 placement=placement,
                 init_std=config.init_method_std,
             )

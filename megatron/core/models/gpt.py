@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
 from megatron.core.models.embedding import LanguageModelEmbedding
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement, make_parameter
 from megatron.core.tensor_parallel import (
     RandomStream,
@@ -45,19 +45,19 @@ class OutputLayer(nn.Module):
     """The matrix that turns hidden states into logits, sharded on the vocabulary over tp."""
 
     def __init__(
-        self, config: TransformerConfig, *, group: ProcessGroup, placement: Placement, copy_of: str | None
+        self, config: TransformerConfig, *, parallel: ModelParallel, placement: Placement, copy_of: str | None
     ) -> None:
         """Make ``weight`` [v_pad/tp, h].
 
         Args:
             config: shape of the model.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the weight.
             copy_of: name of the parameter on another stage that it copies; None for a matrix of its own.
         """
         super().__init__()
-        padded = config.padded_vocab_size(group.size())
-        self.shard = VocabShard.of(config.true_vocab_size, padded, group)
+        padded = config.padded_vocab_size(parallel.tp.size())
+        self.shard = VocabShard.of(config.true_vocab_size, padded, parallel.tp)
         facts = vocab_facts(self.shard, config.hidden_size, config.init_method_std, copy_of)
         self.weight = make_parameter((self.shard.rows, config.hidden_size), facts, placement)
 
@@ -78,7 +78,7 @@ class GPTModel(nn.Module):
         config: TransformerConfig,
         stage: ModelStage,
         *,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
     ) -> None:
         """Make the stage's layers, their weights not yet filled (see ``initialize_parameters``).
@@ -86,14 +86,14 @@ class GPTModel(nn.Module):
         Args:
             config: shape of the whole model.
             stage: this stage's part of it.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
 
         Raises:
             ValueError: if the shape does not divide over the group.
         """
         super().__init__()
-        self.group = group
+        self.group = parallel.tp
         self.label_smoothing = config.label_smoothing
         self.vocab_size = config.true_vocab_size
         self.rotary: RotaryEmbedding | None = None
@@ -103,11 +103,11 @@ class GPTModel(nn.Module):
             )
         self.embedding: LanguageModelEmbedding | None = None
         if stage.pre_process:
-            self.embedding = LanguageModelEmbedding(config, group=group, placement=placement)
+            self.embedding = LanguageModelEmbedding(config, parallel=parallel, placement=placement)
         self.decoder = TransformerBlock(
             config,
             stage.layers,
-            group=group,
+            parallel=parallel,
             placement=placement,
             causal=True,
             final_norm=stage.post_process,
@@ -117,7 +117,7 @@ class GPTModel(nn.Module):
         untied = config.untie_embeddings_and_output_weights
         if stage.post_process and (untied or not stage.pre_process):
             self.output_layer = OutputLayer(
-                config, group=group, placement=placement, copy_of=None if untied else WORD_EMBEDDINGS
+                config, parallel=parallel, placement=placement, copy_of=None if untied else WORD_EMBEDDINGS
             )
 
     def forward(

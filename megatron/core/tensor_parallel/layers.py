@@ -29,6 +29,7 @@ class ColumnParallelLinear(nn.Module):
         input_size: i, the size of the input's last dim.
         output_size: o, the size of the whole output.
         group: the tensor-parallel group.
+        sequence_parallel: whether what is replicated is split along the sequence instead.
         placement: number format and device of the parameters.
         init_std: standard deviation of the weight's normal initial values.
         bias: whether to add a bias; it starts at zero and takes no weight decay.
@@ -45,6 +46,7 @@ class ColumnParallelLinear(nn.Module):
         output_size: int,
         *,
         group: ProcessGroup,
+        sequence_parallel: bool = False,
         placement: Placement,
         init_std: float,
         bias: bool = True,
@@ -54,6 +56,7 @@ class ColumnParallelLinear(nn.Module):
         self.input_size = input_size
         self.output_size = output_size
         self.group = group
+        self.sequence_parallel = sequence_parallel
         own = _equal_run(output_size, group, "output") if pieces is None else tuple(pieces)
         rows = sum(piece.length for piece in own)
         facts = ParameterFacts(global_shape=(output_size, input_size), dim=0, pieces=own, init_std=init_std)
@@ -85,6 +88,7 @@ class RowParallelLinear(nn.Module):
         input_size: i, the size of the whole input's last dim.
         output_size: o, the size of the output.
         group: the tensor-parallel group.
+        sequence_parallel: whether what is replicated is split along the sequence instead.
         placement: number format and device of the parameters.
         init_std: standard deviation of the weight's normal initial values.
         bias: whether to add a bias, which every rank holds whole; it starts at zero, without weight decay.
@@ -99,6 +103,7 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         *,
         group: ProcessGroup,
+        sequence_parallel: bool = False,
         placement: Placement,
         init_std: float,
         bias: bool = True,
@@ -107,6 +112,7 @@ class RowParallelLinear(nn.Module):
         self.input_size = input_size
         self.output_size = output_size
         self.group = group
+        self.sequence_parallel = sequence_parallel
         own = _equal_run(input_size, group, "input")
         facts = ParameterFacts(global_shape=(output_size, input_size), dim=1, pieces=own, init_std=init_std)
         self.weight = make_parameter((output_size, own[0].length), facts, placement)
@@ -140,6 +146,7 @@ class VocabParallelEmbedding(nn.Module):
         padded_vocab_size: v_pad, a multiple of the group's size.
         hidden_size: h.
         group: the tensor-parallel group.
+        sequence_parallel: whether what is replicated is split along the sequence instead.
         placement: number format and device of the weight.
         init_std: standard deviation of the normal initial values.
 
@@ -154,6 +161,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         *,
         group: ProcessGroup,
+        sequence_parallel: bool = False,
         placement: Placement,
         init_std: float,
     ) -> None:
@@ -162,6 +170,7 @@ class VocabParallelEmbedding(nn.Module):
         self.padded_vocab_size = padded_vocab_size
         self.hidden_size = hidden_size
         self.group = group
+        self.sequence_parallel = sequence_parallel
         self.shard = VocabShard.of(vocab_size, padded_vocab_size, group)
         facts = vocab_facts(self.shard, hidden_size, init_std)
         self.weight = make_parameter((self.shard.rows, hidden_size), facts, placement)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Piece, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RandomStream, RowParallelLinear
 from megatron.core.transformer.norms import build_norm
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
         self,
         config: TransformerConfig,
         *,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         causal: bool,
     ) -> None:
@@ -109,7 +109,7 @@ class SelfAttention(nn.Module):
 
         Args:
             config: shape of the model.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
             causal: whether a token sees only itself and earlier tokens.
 
@@ -118,15 +118,16 @@ class SelfAttention(nn.Module):
         """
         super().__init__()
         self.head_dim = config.head_dim
-        self.share = HeadShare.of(config, group.rank(), group.size())
-        self.tp_rank = group.rank()
+        self.share = HeadShare.of(config, parallel.tp.rank(), parallel.tp.size())
+        self.tp_rank = parallel.tp.rank()
         self.causal = causal
         self.dropout_probability = config.attention_dropout
         heads, groups, d = config.num_attention_heads, config.num_kv_groups, config.head_dim
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (heads + 2 * groups) * d,
-            group=group,
+            group=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std,
             bias=config.add_bias_linear or config.add_qkv_bias,
@@ -135,7 +136,8 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(
             heads * d,
             config.hidden_size,
-            group=group,
+            group=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,
@@ -143,8 +145,12 @@ class SelfAttention(nn.Module):
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
-            self.q_layernorm = build_norm(config, d, group=group, placement=placement, over_local_heads=True)
-            self.k_layernorm = build_norm(config, d, group=group, placement=placement, over_local_heads=True)
+            self.q_layernorm = build_norm(
+                config, d, parallel=parallel, placement=placement, over_local_heads=True
+            )
+            self.k_layernorm = build_norm(
+                config, d, parallel=parallel, placement=placement, over_local_heads=True
+            )
 
     def forward(
         self, hidden_states: torch.Tensor, context: AttentionContext, stream: RandomStream

@@ -2,9 +2,9 @@
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.transformer.attention import AttentionContext
@@ -25,7 +25,7 @@ class TransformerBlock(nn.Module):
         config: TransformerConfig,
         layers: range,
         *,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         causal: bool,
         final_norm: bool,
@@ -35,7 +35,7 @@ class TransformerBlock(nn.Module):
         Args:
             config: shape of the whole model.
             layers: numbers of this stage's layers in the whole model, from 0.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
             causal: whether a token sees only itself and earlier tokens.
             final_norm: normalise the output of the last layer.
@@ -50,13 +50,17 @@ class TransformerBlock(nn.Module):
         self.units = recompute_units(config, len(layers))
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(config, number, group=group, placement=placement, causal=causal)
+                str(number): TransformerLayer(
+                    config, number, parallel=parallel, placement=placement, causal=causal
+                )
                 for number in layers
             }
         )
         self.final_layernorm: nn.Module | None = None
         if final_norm:
-            self.final_layernorm = build_norm(config, config.hidden_size, group=group, placement=placement)
+            self.final_layernorm = build_norm(
+                config, config.hidden_size, parallel=parallel, placement=placement
+            )
 
     def forward(
         self, hidden_states: torch.Tensor, context: AttentionContext, stream: RandomStream

@@ -2,9 +2,9 @@
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.transformer.attention import AttentionContext, SelfAttention
@@ -25,7 +25,7 @@ class TransformerLayer(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         *,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         causal: bool,
     ) -> None:
@@ -34,7 +34,7 @@ class TransformerLayer(nn.Module):
         Args:
             config: shape of the model.
             layer_number: number of the layer in the whole model, from 0; dropout depends on it.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
             causal: whether a token sees only itself and earlier tokens.
         """
@@ -42,10 +42,10 @@ class TransformerLayer(nn.Module):
         self.layer_number = layer_number
         self.dropout_probability = config.hidden_dropout
         h = config.hidden_size
-        self.input_layernorm = build_norm(config, h, group=group, placement=placement)
-        self.self_attention = SelfAttention(config, group=group, placement=placement, causal=causal)
-        self.pre_mlp_layernorm = build_norm(config, h, group=group, placement=placement)
-        self.mlp = MLP(config, group=group, placement=placement)
+        self.input_layernorm = build_norm(config, h, parallel=parallel, placement=placement)
+        self.self_attention = SelfAttention(config, parallel=parallel, placement=placement, causal=causal)
+        self.pre_mlp_layernorm = build_norm(config, h, parallel=parallel, placement=placement)
+        self.mlp = MLP(config, parallel=parallel, placement=placement)
 
     def forward(
         self, hidden_states: torch.Tensor, context: AttentionContext, stream: RandomStream

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Piece, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import apply_function
@@ -22,12 +22,12 @@ class MLP(nn.Module):
     forward (``linear_fc2``) and one in the backward (``linear_fc1``).
     """
 
-    def __init__(self, config: TransformerConfig, *, group: ProcessGroup, placement: Placement) -> None:
+    def __init__(self, config: TransformerConfig, *, parallel: ModelParallel, placement: Placement) -> None:
         """Make the two linear layers.
 
         Args:
             config: shape of the model.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
 
         Raises:
@@ -35,7 +35,7 @@ class MLP(nn.Module):
         """
         super().__init__()
         self.gated = config.swiglu
-        f, size = config.ffn_size, group.size()
+        f, size = config.ffn_size, parallel.tp.size()
         if f % size:
             raise ValueError(
                 f"--ffn-hidden-size {f} does not divide by --tensor-model-parallel-size {size}; "
@@ -44,16 +44,18 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             2 * f if self.gated else f,
-            group=group,
+            group=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std,
             bias=config.add_bias_linear,
-            pieces=gate_and_up_pieces(f, group.rank(), size) if self.gated else None,
+            pieces=gate_and_up_pieces(f, parallel.tp.rank(), size) if self.gated else None,
         )
         self.linear_fc2 = RowParallelLinear(
             f,
             config.hidden_size,
-            group=group,
+            group=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std / math.sqrt(2 * config.num_layers),
             bias=config.add_bias_linear,

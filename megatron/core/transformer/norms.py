@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from megatron.core.config import TransformerConfig
 from megatron.core.extensions import LayerNormFunction
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement, make_parameter, replicated_facts
 from megatron.core.tensor_parallel import copy_to_tensor_parallel_region
 
@@ -19,7 +19,7 @@ class Norm(nn.Module):
         size: int,
         *,
         epsilon: float,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         over_local_heads: bool = False,
     ) -> None:
@@ -28,16 +28,16 @@ class Norm(nn.Module):
         Args:
             size: width of the last dim.
             epsilon: added to the mean square under the root.
-            group: tensor-parallel group.
+            parallel: how ranks share the model.
             placement: format and device of the parameters.
-            over_local_heads: the input is sharded over ``group`` (each rank normalises its own heads), so
-                that each rank sees only a part of a parameter's gradient; the backward then sums the parts.
+            over_local_heads: the input is sharded over tp (each rank normalises its own heads), so that each
+                rank sees only a part of a parameter's gradient; the backward then sums the parts.
         """
         super().__init__()
         self.epsilon = epsilon
-        self.group = group
+        self.group = parallel.tp
         self.over_local_heads = over_local_heads
-        facts = replicated_facts((size,), group.rank(), init_fill=1.0)
+        facts = replicated_facts((size,), parallel.tp.rank(), init_fill=1.0)
         self.weight = make_parameter((size,), facts, placement)
 
     def _enter(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -71,15 +71,15 @@ class LayerNorm(Norm):
         size: int,
         *,
         epsilon: float,
-        group: ProcessGroup,
+        parallel: ModelParallel,
         placement: Placement,
         over_local_heads: bool = False,
     ) -> None:
         """Make ``weight`` and, zero at first, ``bias`` [size]; arguments as in :class:`Norm`."""
         super().__init__(
-            size, epsilon=epsilon, group=group, placement=placement, over_local_heads=over_local_heads
+            size, epsilon=epsilon, parallel=parallel, placement=placement, over_local_heads=over_local_heads
         )
-        self.bias = make_parameter((size,), replicated_facts((size,), group.rank()), placement)
+        self.bias = make_parameter((size,), replicated_facts((size,), parallel.tp.rank()), placement)
         self.function: LayerNormFunction = F.layer_norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def build_norm(
     config: TransformerConfig,
     size: int,
     *,
-    group: ProcessGroup,
+    parallel: ModelParallel,
     placement: Placement,
     over_local_heads: bool = False,
 ) -> Norm:
@@ -108,7 +108,7 @@ def build_norm(
     return kind(
         size,
         epsilon=config.norm_epsilon,
-        group=group,
+        parallel=parallel,
         placement=placement,
         over_local_heads=over_local_heads,
     )

@@ -11,7 +11,7 @@ _COMPUTING: Final = (
         "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
         "--cross-entropy-loss-fusion --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
         "--abort-on-unmet-fused-kernel-constraints --no-persist-layer-norm --use-te-activation-func",
-        valued="--transformer-impl --attention-backend --cross-entropy-fusion-impl",
+        valued="--transformer-impl --cross-entropy-fusion-impl",
     ),
     *accepted(
         "kernels are started one by one, which changes no numbers",
@@ -37,7 +37,7 @@ _COMPUTING: Final = (
     ),
     *accepted(
         "the loss of an update is always the sum over its counted tokens divided by their number",
-        switches="--calculate-per-token-loss --ddp-average-in-collective --no-gradient-reduce-div-fusion",
+        switches="--calculate-per-token-loss --no-gradient-reduce-div-fusion",
     ),
     *accepted(
         "initial weights are always drawn on the CPU, the same ones in any layout",
@@ -51,7 +51,7 @@ _COMPUTING: Final = (
         "random numbers are derived from the seed, so no generator is kept", switches="--te-rng-tracker"
     ),
     *accepted(
-        "it saves memory with sequence parallelism, which is not built",
+        "no part of the embeddings' output is kept beyond its use",
         switches="--no-clone-scatter-output-in-embedding",
     ),
     *accepted("freed GPU memory is kept for the next use", valued="--empty-unused-memory-level"),
@@ -75,9 +75,9 @@ _COMMUNICATING: Final = (
     *accepted(
         "how transfers are cut and timed changes no numbers",
         switches="--overlap-p2p-communication --no-overlap-p2p-communication "
-        "--overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p "
-        "--no-scatter-gather-tensors-in-pipeline --delay-grad-reduce --no-delay-grad-reduce "
-        "--no-align-grad-reduce --ddp-pad-buckets-for-high-nccl-busbw --delay-wgrad-compute "
+        "--overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p --delay-grad-reduce "
+        "--no-delay-grad-reduce --no-align-grad-reduce --ddp-pad-buckets-for-high-nccl-busbw "
+        "--delay-wgrad-compute "
         "--defer-embedding-wgrad-compute",
         valued="--ddp-num-buckets --wgrad-deferral-limit --pipeline-model-parallel-comm-backend",
     ),
@@ -89,9 +89,8 @@ _COMMUNICATING: Final = (
     ),
     *accepted("process groups are of --distributed-backend alone", switches="--disable-gloo-process-groups"),
     *accepted(
-        "every rank holds its whole parameters, so none are gathered",
-        switches="--overlap-param-gather --overlap-param-gather-with-optimizer-step --no-align-param-gather "
-        "--delay-param-gather",
+        "when gathered parameters are waited for changes no numbers",
+        switches="--overlap-param-gather-with-optimizer-step --no-align-param-gather --delay-param-gather",
     ),
     *accepted(
         "the place of a rank in the layout is fixed, and changes no numbers",
@@ -99,9 +98,7 @@ _COMMUNICATING: Final = (
     ),
     *accepted("there is one pipeline, of one stage too", switches="--no-pipeline-parallel"),
     *accepted("layers are always dealt over the stages as evenly as they go", valued="--pp-partition-method"),
-    *accepted(
-        "sequences are never divided over ranks", valued="--context-parallel-algo", listed="--cp-comm-type"
-    ),
+    *accepted("--cp-comm-type says how ranks of a sequence communicate", valued="--context-parallel-algo"),
     *accepted("the launcher's environment variables say the rank", valued="--local-rank --local_rank"),
 )
 

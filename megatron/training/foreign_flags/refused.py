@@ -123,10 +123,6 @@ _PRECISION: Final = (
     ),
     *refused("losses are always computed in float32; leave it out", switches="--fp16-lm-cross-entropy"),
     *refused(
-        "gradients are always reduced in float32; leave it out",
-        switches="--grad-reduce-in-bf16",
-    ),
-    *refused(
         "the GPU's library chooses how products accumulate; leave it out",
         switches="--disable-bf16-reduced-precision-matmul",
     ),
@@ -140,45 +136,25 @@ _PRECISION: Final = (
 
 _LAYOUT: Final = (
     *refused(
-        "sequence parallelism is not built yet; leave it out: the numbers are the same, and activations take "
-        f"more memory; if that is too much, use {RECOMPUTE}",
-        switches="--sequence-parallel",
-    ),
-    *refused(
-        "the distributed optimizer is not built yet; leave it out: the numbers are the same, and every "
-        "data-parallel rank holds the whole optimizer state, with --bf16 18 bytes for each parameter of its "
-        f"part of the model, weight and gradient included; if that is too much, {_MEMORY}",
-        switches="--use-distributed-optimizer",
-    ),
-    *refused(
-        f"sharding over data-parallel ranks is not built; leave it out, and to save memory {_MEMORY}",
+        "use --data-parallel-sharding-strategy optim_grads_params (ZeRO-3), or one of its other values",
         switches="--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp --init-model-with-meta-device "
         "--torch-fsdp2-no-reshard-after-forward --fsdp-double-buffer --enable-full-sharding-in-hsdp "
         "--keep-fp8-transpose-cache",
-        valued="--data-parallel-sharding-strategy --num-distributed-optimizer-instances "
-        "--suggested-communication-unit-size",
-        harmless="no_shard 1",
+        valued="--num-distributed-optimizer-instances --suggested-communication-unit-size",
+        harmless="1",
     ),
     *refused(
-        f"sharding by DeepSpeed is not used; leave it out or give 0, and to save memory {_MEMORY}",
+        "sharding by DeepSpeed is not used; use --data-parallel-sharding-strategy optim (stage 1), "
+        "optim_grads (2) or optim_grads_params (3)",
         valued="--zero-stage",
         harmless="0",
     ),
     *refused(
-        "interleaved stages are not built yet; leave it out (the numbers are the same)",
-        valued="--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
-        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "use --account-for-embedding-in-pipeline-split, or --pipeline-model-parallel-layout",
+        switches="--standalone-embedding-stage",
     ),
     *refused(
-        "layers are dealt over the stages as evenly as they go; leave it out (the numbers are the same)",
-        switches="--standalone-embedding-stage --account-for-embedding-in-pipeline-split "
-        "--account-for-loss-in-pipeline-split",
-        valued="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-        "--pipeline-model-parallel-layout",
-    ),
-    *refused(
-        "sequences are not divided over ranks yet; leave it out or give 1, and to save memory use "
-        + RECOMPUTE,
+        "use --context-parallel-size, and --cp-comm-type a2a for the exchange of heads",
         valued="--ds-sequence-parallel-size",
         listed="--hierarchical-context-parallel-sizes",
         harmless="1",
@@ -191,13 +167,8 @@ _LAYOUT: Final = (
         "--activations-checkpoint-num-layers",
     ),
     *refused(
-        f"selective recomputation is not built; use {RECOMPUTE}",
-        switches="--recompute-activations",
-        listed="--recompute-modules",
-    ),
-    *refused(
-        "what is kept for recomputation is whole on every tensor-parallel rank; leave it out",
-        switches="--distribute-saved-activations --distribute-checkpointed-activations",
+        "use --distribute-saved-activations",
+        switches="--distribute-checkpointed-activations",
     ),
     *refused(
         "nothing is kept in the host's memory; leave it out, and to save memory use " + RECOMPUTE,
@@ -419,7 +390,6 @@ FAMILIES: Final[Mapping[str, str]] = {
 """Beginnings of flags of whole families that are refused, whatever flags they come to have."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
-    "recompute_granularity": {"selective": f"selective recomputation is not built; use {RECOMPUTE}"},
     "position_embedding_type": dict.fromkeys(("alibi", "relative", "yarn", "mrope"), "not built; use rope"),
     "tokenizer_type": {
         "PretrainedFromHF": "use HuggingFaceTokenizer with --tokenizer-model PATH",

@@ -24,6 +24,7 @@ from tests.unit.core.models.shapes import (
     build,
     gpt2_shape,
     llama_shape,
+    over,
     true_weights,
 )
 
@@ -63,7 +64,7 @@ def _compare_with_dense(tp, names):
     for name in names:
         config = SHAPES[name]
         weights = true_weights(build(config))
-        model, data = build(config, group=group), batch(config)
+        model, data = build(config, parallel=over(group)), batch(config)
         expected_logits = dense_gpt.logits(config, weights, data["tokens"]).transpose(0, 1)
         expected = dense_gpt.loss_sum(config, weights, **data)
         expected.backward()
@@ -88,7 +89,7 @@ def test_loss_logits_and_gradients_equal_dense_algebra(tp):
 
 def _layer_collectives(config):
     group = make_state(tp=2).group("tp")
-    layer = TransformerLayer(config, 0, group=group, placement=FLOAT64, causal=True)
+    layer = TransformerLayer(config, 0, parallel=over(group), placement=FLOAT64, causal=True)
     initialize_parameters(layer, seed=0)
     hidden = torch.ones(6, 3, config.hidden_size, dtype=torch.float64, requires_grad=True)
     rotary = RotaryEmbedding.for_heads(config.head_dim, 1.0, 1e4).angles(6, None, hidden.dtype, hidden.device)
@@ -108,7 +109,7 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward(shape):
 
 
 def _model_collectives(config):
-    model, data = build(config, group=make_state(tp=2).group("tp")), batch(config)
+    model, data = build(config, parallel=over(make_state(tp=2).group("tp"))), batch(config)
     with recorded_collectives() as seen:
         model(tokens=data["tokens"], labels=data["labels"], stream=STREAM).backward()
     return seen
@@ -129,7 +130,7 @@ def _drop(config):
     group = make_state(tp=2).group("tp")
     ones = torch.ones(6, 3, config.hidden_size, dtype=torch.float64)
     hidden_mask = dropout(ones, 0.5, RandomStream.root(1), training=True) != 0
-    attention = SelfAttention(config, group=group, placement=FLOAT64, causal=False)
+    attention = SelfAttention(config, parallel=over(group), placement=FLOAT64, causal=False)
     with torch.no_grad():
         for named in named_parameters(attention):
             named.parameter.fill_(0.5)  # all heads alike: what differs between ranks is the mask
@@ -155,7 +156,7 @@ def _recomputed_equals_kept(changes):
     results = []
     for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"}):
         config = gpt2_shape(**changes, **recompute)
-        model = build(config, group=group)
+        model = build(config, parallel=over(group))
         with recorded_collectives() as seen:
             loss = model(**batch(config), stream=STREAM)
             loss.backward()
@@ -177,7 +178,7 @@ def _stages(config):
     state = make_state(tp=2, pp=2)
     first = state.is_first_stage
     stage = ModelStage(range(1) if first else range(1, 2), pre_process=first, post_process=not first)
-    model, data = build(config, stage=stage, group=state.group("tp")), batch(config)
+    model, data = build(config, stage=stage, parallel=over(state.group("tp"))), batch(config)
     pipe = state.group("pp")
     boundary = torch.empty(config.seq_length, 3, config.hidden_size, dtype=torch.float64)
     upstream, downstream = (dist.get_global_rank(pipe, rank) for rank in (0, 1))

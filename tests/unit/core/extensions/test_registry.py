@@ -9,7 +9,7 @@ from megatron.core.extensions import probe, probe_all
 from megatron.core.extensions.registry import LAYER_NORM
 from megatron.core.parameter import Placement
 from megatron.core.transformer import LayerNorm, use_layer_norm
-from tests.unit.core.models.shapes import one_rank_group
+from tests.unit.core.models.shapes import over
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_a_sound_one_computes_the_same_in_its_place(packages):
     assert finding.problem is None
     calls = sys.modules["apex.normalization.fused_layer_norm"].calls
     calls.clear()
-    norm = LayerNorm(5, epsilon=1e-3, group=one_rank_group(), placement=Placement(torch.float32, CPU))
+    norm = LayerNorm(5, epsilon=1e-3, parallel=over(), placement=Placement(torch.float32, CPU))
     with torch.no_grad():
         norm.weight.copy_(torch.arange(5.0))
         norm.bias.fill_(0.5)

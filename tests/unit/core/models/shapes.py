@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.config import TransformerConfig
 from megatron.core.models import GPTModel, ModelStage
+from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement, named_parameters
 from megatron.core.tensor_parallel import RandomStream, initialize_parameters
 
@@ -52,6 +53,13 @@ def one_rank_group() -> dist.ProcessGroup:
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=10))
 
 
+def over(
+    tp: dist.ProcessGroup | None = None, cp: dist.ProcessGroup | None = None, **options: Any
+) -> ModelParallel:
+    """A layout over these groups; what is not given is this process alone."""
+    return ModelParallel(tp or one_rank_group(), cp or one_rank_group(), **options)
+
+
 def whole_stage(config: TransformerConfig) -> ModelStage:
     return ModelStage(range(config.num_layers), pre_process=True, post_process=True)
 
@@ -60,11 +68,11 @@ def build(
     config: TransformerConfig,
     placement: Placement = FLOAT64,
     stage: ModelStage | None = None,
-    group: dist.ProcessGroup | None = None,
+    parallel: ModelParallel | None = None,
 ) -> GPTModel:
     """A model filled from seed 5, its biases and norms moved off zero and one (the same in every layout)."""
-    group = one_rank_group() if group is None else group
-    model = GPTModel(config, stage or whole_stage(config), group=group, placement=placement)
+    parallel = over() if parallel is None else parallel
+    model = GPTModel(config, stage or whole_stage(config), parallel=parallel, placement=placement)
     initialize_parameters(model, seed=5)
     with torch.no_grad():
         for named in named_parameters(model):

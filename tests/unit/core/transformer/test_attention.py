@@ -9,7 +9,7 @@ from megatron.core.config import TransformerConfig
 from megatron.core.tensor_parallel import RandomStream, initialize_parameters
 from megatron.core.transformer import AttentionContext, SelfAttention, segment_mask
 from megatron.core.transformer.attention import HeadShare
-from tests.unit.core.models.shapes import FLOAT64, one_rank_group
+from tests.unit.core.models.shapes import FLOAT64, over
 
 
 def _config(heads, groups, **changes):
@@ -83,7 +83,7 @@ def test_segment_mask():
 
 def _attention(causal, **changes):
     config = _config(4, 2, **changes)
-    attention = SelfAttention(config, group=one_rank_group(), placement=FLOAT64, causal=causal)
+    attention = SelfAttention(config, parallel=over(), placement=FLOAT64, causal=causal)
     initialize_parameters(attention, seed=2)
     return attention
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.config import TransformerConfig
 from megatron.core.transformer.mlp import MLP, gate_and_up_pieces, swiglu
-from tests.unit.core.models.shapes import FLOAT64
+from tests.unit.core.models.shapes import FLOAT64, over
 
 
 def test_swiglu_by_hand():
@@ -47,4 +47,4 @@ def test_a_width_that_does_not_divide_is_refused():
         num_layers=1, hidden_size=6, num_attention_heads=3, seq_length=4, ffn_hidden_size=10
     )
     with pytest.raises(ValueError, match=r"--ffn-hidden-size 10 .* 3; the nearest that does is 12"):
-        MLP(config, group=_ThreeRanks(), placement=FLOAT64)
+        MLP(config, parallel=over(_ThreeRanks()), placement=FLOAT64)

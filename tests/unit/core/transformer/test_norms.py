@@ -6,12 +6,12 @@ import torch
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import initialize_parameters
 from megatron.core.transformer import LayerNorm, RMSNorm
-from tests.unit.core.models.shapes import one_rank_group
+from tests.unit.core.models.shapes import over
 
 
 def _norm(kind, dtype, size=256):
     placement = Placement(dtype, torch.device("cpu"))
-    norm = kind(size, epsilon=1e-5, group=one_rank_group(), placement=placement)
+    norm = kind(size, epsilon=1e-5, parallel=over(), placement=placement)
     initialize_parameters(norm, seed=0)
     return norm
 
