@@ -47,8 +47,8 @@ class ParameterFacts:
     tied: bool = False
     """Whether another stage holds this parameter too: the original and the copy alike."""
     partial_over_tp: bool = False
-    """Whether each tensor-parallel rank sees only a part of its gradient, though all hold it whole: it works on
-    a slice of the sequence or on a rank's own heads. The parts are to be summed before the update."""
+    """Whether each tensor-parallel rank sees only a part of its gradient, though all hold it whole: it serves
+    a slice of the sequence or a rank's own heads. The parts are to be summed before the update."""
 
     @property
     def split(self) -> bool:
