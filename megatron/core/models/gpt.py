@@ -18,12 +18,7 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
     vocab_facts,
 )
-from megatron.core.transformer import (
-    AttentionContext,
-    RotaryEmbedding,
-    TransformerBlock,
-    segment_mask,
-)
+from megatron.core.transformer import AttentionContext, RotaryEmbedding, TransformerBlock
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """Name in the whole model of the table that tied models use as their output layer too."""
@@ -211,5 +206,4 @@ class GPTModel(nn.Module):
             rotary = self.rotary.angles(
                 hidden_states.size(0), position_ids, hidden_states.dtype, hidden_states.device
             )
-        mask = None if segment_ids is None else segment_mask(segment_ids, causal=True)
-        return AttentionContext(rotary, mask)
+        return AttentionContext(rotary, segment_ids)

@@ -21,9 +21,9 @@ class AttentionContext:
 
     rotary: RotaryAngles | None = None
     """Angles for queries and keys; None without rotary positions."""
-    mask: torch.Tensor | None = None
-    """[b, 1, s, s] boolean, True where a query (dim 2) may look at a key (dim 3), replicated. None: every
-    earlier token and itself in causal attention, else everything."""
+    segment_ids: torch.Tensor | None = None
+    """[b, s] integers of the whole sequence, replicated over tp and cp: tokens see only tokens of an equal
+    number. None: the sequence is one segment."""
 
 
 def segment_mask(segment_ids: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -159,7 +159,7 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden_states: [s, b, h], replicated.
-            context: angles and mask, shared by all layers.
+            context: angles and segments, shared by all layers.
             stream: of this layer; dropout of probabilities folds in the tensor-parallel rank, as each rank
                 has other heads.
 
@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if context.rotary is not None:
             query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
-        output: torch.Tensor = self.linear_proj(self._attend(query, key, value, context.mask, stream))
+        output: torch.Tensor = self.linear_proj(self._attend(query, key, value, context.segment_ids, stream))
         return output
 
     def _heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,10 +187,11 @@ class SelfAttention(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        segment_ids: torch.Tensor | None,
         stream: RandomStream,
     ) -> torch.Tensor:
         """softmax(Q K^T / sqrt(d)) V (Vaswani et al. 2017, eq. 1), heads in and [s, b, n/tp * d] out."""
+        mask = None if segment_ids is None else segment_mask(segment_ids, causal=self.causal)
         probability = self.dropout_probability if self.training else 0.0
         if probability:
             stream.fold("attention", "probabilities", self.tp_rank).seed_default(query.device)

@@ -54,7 +54,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             hidden_states: the residual stream.
-            context: angles and mask, shared by all layers.
+            context: angles and segments, shared by all layers.
             stream: of this micro-batch; the layer's number is folded in here.
         """
         stream = stream.fold("layer", self.layer_number)

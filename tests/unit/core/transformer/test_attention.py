@@ -97,8 +97,8 @@ def test_causal_order_and_its_absence(causal):
     hidden[3] += 1
     changed = (attention(hidden, AttentionContext(), stream) != before).any(-1).any(-1)
     assert changed.tolist() == ([False] * 3 + [True] if causal else [True] * 4)
-    mask = segment_mask(torch.tensor([[0, 0, 0, 0]] * 2), causal=causal)
-    same = attention(hidden, AttentionContext(mask=mask), stream)
+    one_segment = torch.zeros(2, 4, dtype=torch.int64)
+    same = attention(hidden, AttentionContext(segment_ids=one_segment), stream)
     torch.testing.assert_close(same, attention(hidden, AttentionContext(), stream), rtol=1e-12, atol=1e-12)
 
 
