@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.schedules import Action, lower, run_order
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.blocking import lower, run_order
 
 
 @dataclass(frozen=True)

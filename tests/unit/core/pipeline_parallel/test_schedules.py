@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron.core.config import ParallelConfig
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel.blocking import (
     SCHEDULES,
     Action,
     Exchange,

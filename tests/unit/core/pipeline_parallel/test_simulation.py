@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, gpipe, one_f_one_b
+from megatron.core.pipeline_parallel.blocking import SCHEDULES, gpipe, one_f_one_b
 from megatron.core.pipeline_parallel.simulation import simulate
 
 SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 17)]
