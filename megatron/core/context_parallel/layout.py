@@ -70,3 +70,30 @@ def take_local(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     size = chunk_size(x.shape[dim], group.size())
     chunks = held_chunks(group.rank(), group.size())
     return torch.cat([x.narrow(dim, chunk * size, size) for chunk in chunks], dim=dim)
+
+
+def natural_order(parts: torch.Tensor) -> torch.Tensor:
+    """Put the tokens of all ranks in the order of the sequence.
+
+    Args:
+        parts: [cp, s/cp, ...], what each rank holds.
+
+    Returns:
+        [s, ...], a copy.
+    """
+    chunks = torch.unflatten(parts, 1, (2, -1))  # [cp, 2, s/(2 cp), ...]
+    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+
+
+def dealt_order(x: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """Deal the tokens of a sequence over ranks: the inverse of :func:`natural_order`.
+
+    Args:
+        x: [s, ...] in the order of the sequence.
+        cp_size: number of ranks.
+
+    Returns:
+        [cp, s/cp, ...], what each rank holds; a copy.
+    """
+    chunks = torch.unflatten(x, 0, (2, cp_size, -1))  # [2, cp, s/(2 cp), ...]
+    return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(1, 2)
