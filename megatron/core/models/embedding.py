@@ -11,7 +11,7 @@ from megatron.core.transformer import dropout
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position, replicated over tp."""
+    """A learned vector for each position, replicated over tp and cp."""
 
     def __init__(
         self,
@@ -32,13 +32,27 @@ class PositionEmbedding(nn.Module):
             init_std: standard deviation of its initial values.
         """
         super().__init__()
+        self.parallel = parallel
         shape = (num_positions, hidden_size)
-        self.weight = make_parameter(
-            shape, replicated_facts(shape, parallel.tp.rank(), init_std=init_std), placement
+        facts = replicated_facts(
+            shape,
+            parallel.tp.rank(),
+            init_std=init_std,
+            partial_over_tp=parallel.sequence_parallel and parallel.tp.size() > 1,
         )
+        self.weight = make_parameter(shape, facts, placement)
 
     def forward(self, seq_length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Vectors of ``position_ids`` [b, s], or of 0..s-1 without: [s, b or 1, h], replicated.
+        """Look positions up.
+
+        Args:
+            seq_length: s, of the whole sequence.
+            position_ids: [b or 1, s/cp], of the tokens of this context-parallel rank, replicated over tp.
+                None stands for 0..s-1, where cp is 1.
+
+        Returns:
+            [s/cp, b or 1, h], replicated over tp; under sequence parallelism [s/cp/tp, b or 1, h], sharded on
+            dim 0.
 
         Raises:
             ValueError: if the sequence is longer than the table.
@@ -50,8 +64,16 @@ class PositionEmbedding(nn.Module):
                 f"--max-position-embeddings {rows}"
             )
         if position_ids is None:
-            return self.weight[:seq_length].unsqueeze(1)
-        return nn.functional.embedding(position_ids.t(), self.weight)
+            return self.weight[self._own_run(seq_length)].unsqueeze(1)
+        own = self._own_run(position_ids.size(1))
+        return nn.functional.embedding(position_ids[:, own].t(), self.weight)
+
+    def _own_run(self, length: int) -> slice:
+        """Which of the tokens of this context-parallel rank this tensor-parallel rank has."""
+        if not self.parallel.sequence_parallel:
+            return slice(length)
+        size = length // self.parallel.tp.size()
+        return slice(self.parallel.tp.rank() * size, (self.parallel.tp.rank() + 1) * size)
 
     def extra_repr(self) -> str:
         """Positions and width, for ``print(model)``."""
@@ -61,15 +83,24 @@ class PositionEmbedding(nn.Module):
 class LanguageModelEmbedding(nn.Module):
     """Word embeddings, plus learned positions where the model has them, then dropout."""
 
-    def __init__(self, config: TransformerConfig, *, parallel: ModelParallel, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        parallel: ModelParallel,
+        placement: Placement,
+        tied: bool = False,
+    ) -> None:
         """Make the tables.
 
         Args:
             config: shape of the model.
             parallel: how ranks share the model.
             placement: format and device of the parameters.
+            tied: whether another stage holds a copy of the word embeddings.
         """
         super().__init__()
+        self.cp_size = parallel.cp.size()
         self.dropout_probability = config.hidden_dropout
         self.word_embeddings = VocabParallelEmbedding(
             config.true_vocab_size,
@@ -79,6 +110,7 @@ class LanguageModelEmbedding(nn.Module):
             sequence_parallel=parallel.sequence_parallel,
             placement=placement,
             init_std=config.init_method_std,
+            tied=tied,
         )
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -93,17 +125,21 @@ class LanguageModelEmbedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None, stream: RandomStream
     ) -> torch.Tensor:
-        """Tokens [b, s] -> [s, b, h], both replicated; one all-reduce over tp.
+        """Tokens [b, s/cp] -> [s/cp, b, h], both replicated over tp; one all-reduce over tp.
+
+        Under sequence parallelism a reduce-scatter, and [s/cp/tp, b, h] sharded on dim 0.
 
         Args:
             tokens: ids of the true vocabulary.
-            position_ids: [b, s], replicated; None stands for 0..s-1.
-            stream: of this micro-batch; its dropout is the same on all tensor-parallel ranks.
+            position_ids: [b or 1, s/cp], replicated over tp; None stands for 0..s-1, where cp is 1.
+            stream: of this micro-batch and this rank's part of the sequence.
         """
         # Looked up in [s, b] order, the output needs no transposition.
-        hidden_states: torch.Tensor = self.word_embeddings(tokens.t())  # [s, b, h]
+        hidden_states: torch.Tensor = self.word_embeddings(tokens.t())  # [s/cp, b, h], or [s/cp/tp, b, h]
         if self.position_embeddings is not None:
-            hidden_states = hidden_states + self.position_embeddings(tokens.size(1), position_ids)
+            hidden_states = hidden_states + self.position_embeddings(
+                tokens.size(1) * self.cp_size, position_ids
+            )
         return dropout(
             hidden_states, self.dropout_probability, stream.fold("embedding"), training=self.training
         )

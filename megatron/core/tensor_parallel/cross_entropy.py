@@ -15,10 +15,12 @@ exponentials, and the part that is linear in the logits (Shoeybi et al. 2019, se
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.tensor_parallel.mappings import apply_function, maximum_over_group, sum_over_group
+from megatron.core.communication import all_reduce
+from megatron.core.tensor_parallel.mappings import apply_function
 from megatron.core.tensor_parallel.vocab_shard import VocabShard
 
 
@@ -78,8 +80,8 @@ def combine_log_sums(
     """
     if group.size() == 1:
         return log_sum, owed
-    maximum = maximum_over_group(maximum.clone(), group)
-    both = sum_over_group(torch.stack([(log_sum - maximum).exp(), owed]), group)
+    maximum = all_reduce(maximum.clone(), group, dist.ReduceOp.MAX)
+    both = all_reduce(torch.stack([(log_sum - maximum).exp(), owed]), group)
     return maximum + both[0].log(), both[1]
 
 

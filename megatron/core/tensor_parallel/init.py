@@ -1,5 +1,7 @@
 """Initial weights that do not depend on the layout: one seed gives one whole model for every TP and PP."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -11,8 +13,8 @@ BLOCK = 128
 
 
 @torch.no_grad()
-def initialize_parameters(module: nn.Module, seed: int) -> None:
-    """Fill every parameter of ``module`` by its facts.
+def initialize_parameters(model: nn.Module | Iterable[NamedParameter], seed: int) -> None:
+    """Fill every parameter of ``model`` by its facts.
 
     A normally distributed parameter is cut, as it lies in the whole model, into blocks of 128 indices along
     the dim that tensor parallelism splits. Each block has its own stream, named by the seed, the parameter's
@@ -20,11 +22,12 @@ def initialize_parameters(module: nn.Module, seed: int) -> None:
     blocks that it holds a part of. Rows that lie in no piece are padding and become zero.
 
     Args:
-        module: a model, or the part of one that this rank holds, made of parameters with facts.
+        model: a model, or the part of one that this rank holds, made of parameters with facts; or its
+            parameters, where it is in several modules.
         seed: the run's seed.
     """
     root = RandomStream.root(seed)
-    for named in named_parameters(module):
+    for named in named_parameters(model) if isinstance(model, nn.Module) else model:
         facts = named.facts
         named.parameter.zero_()
         for piece in facts.pieces:

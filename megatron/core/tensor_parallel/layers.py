@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.parameter import ParameterFacts, Piece, Placement, make_parameter, replicated_facts
+from megatron.core.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     apply_function,
-    column_parallel_linear,
     reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.vocab_shard import VocabShard
+from megatron.core.weight_gradients import DeferredGradients
 
 
 class ColumnParallelLinear(nn.Module):
@@ -29,7 +31,7 @@ class ColumnParallelLinear(nn.Module):
         input_size: i, the size of the input's last dim.
         output_size: o, the size of the whole output.
         group: the tensor-parallel group.
-        sequence_parallel: whether what is replicated is split along the sequence instead.
+        sequence_parallel: whether the input is split along the sequence instead of replicated.
         placement: number format and device of the parameters.
         init_std: standard deviation of the weight's normal initial values.
         bias: whether to add a bias; it starts at zero and takes no weight decay.
@@ -57,6 +59,7 @@ class ColumnParallelLinear(nn.Module):
         self.output_size = output_size
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.deferred: DeferredGradients | None = None
         own = _equal_run(output_size, group, "output") if pieces is None else tuple(pieces)
         rows = sum(piece.length for piece in own)
         facts = ParameterFacts(global_shape=(output_size, input_size), dim=0, pieces=own, init_std=init_std)
@@ -69,9 +72,17 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] replicated -> [s, b, o/tp] sharded on the last dim.
 
-        The gradient of ``x`` is all-reduced while the weight's is computed.
+        The gradient of ``x`` is all-reduced while the weight's is computed. Under sequence parallelism ``x``
+        is [s/tp, b, i], sharded on dim 0: see :func:`column_parallel_linear`.
         """
-        return column_parallel_linear(x, self.weight, self.bias, self.group)
+        return column_parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            deferred=self.deferred,
+        )
 
     def extra_repr(self) -> str:
         """Local and whole size, and this rank's place."""
@@ -88,7 +99,7 @@ class RowParallelLinear(nn.Module):
         input_size: i, the size of the whole input's last dim.
         output_size: o, the size of the output.
         group: the tensor-parallel group.
-        sequence_parallel: whether what is replicated is split along the sequence instead.
+        sequence_parallel: whether the output is split along the sequence instead of replicated.
         placement: number format and device of the parameters.
         init_std: standard deviation of the weight's normal initial values.
         bias: whether to add a bias, which every rank holds whole; it starts at zero, without weight decay.
@@ -113,19 +124,33 @@ class RowParallelLinear(nn.Module):
         self.output_size = output_size
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.deferred: DeferredGradients | None = None
         own = _equal_run(input_size, group, "input")
         facts = ParameterFacts(global_shape=(output_size, input_size), dim=1, pieces=own, init_std=init_std)
         self.weight = make_parameter((output_size, own[0].length), facts, placement)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = make_parameter(
-                (output_size,), replicated_facts((output_size,), group.rank()), placement
+            facts = replicated_facts(
+                (output_size,), group.rank(), partial_over_tp=sequence_parallel and group.size() > 1
             )
+            self.bias = make_parameter((output_size,), facts, placement)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, i/tp] sharded on the last dim -> [s, b, o] replicated: one all-reduce, then the bias."""
-        output = reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.group)
-        return output if self.bias is None else output + self.bias
+        """[s, b, i/tp] sharded on the last dim -> [s, b, o] replicated: one all-reduce, then the bias.
+
+        Under sequence parallelism a reduce-scatter, and [s/tp, b, o] sharded on dim 0.
+
+        Raises:
+            ValueError: if a sequence that is to be split does not divide over the group.
+        """
+        return row_parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            deferred=self.deferred,
+        )
 
     def extra_repr(self) -> str:
         """Local and whole size, and this rank's place."""
@@ -146,9 +171,10 @@ class VocabParallelEmbedding(nn.Module):
         padded_vocab_size: v_pad, a multiple of the group's size.
         hidden_size: h.
         group: the tensor-parallel group.
-        sequence_parallel: whether what is replicated is split along the sequence instead.
+        sequence_parallel: whether the output is split along the sequence instead of replicated.
         placement: number format and device of the weight.
         init_std: standard deviation of the normal initial values.
+        tied: whether another stage holds the table too.
 
     Raises:
         ValueError: if the padded vocabulary does not divide by the group's size or is below the true one.
@@ -164,6 +190,7 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool = False,
         placement: Placement,
         init_std: float,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
@@ -172,17 +199,22 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.shard = VocabShard.of(vocab_size, padded_vocab_size, group)
-        facts = vocab_facts(self.shard, hidden_size, init_std)
+        facts = vocab_facts(self.shard, hidden_size, init_std, tied=tied)
         self.weight = make_parameter((self.shard.rows, hidden_size), facts, placement)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [b, s] -> [b, s, h], both replicated: one all-reduce. The weight's gradient stays local.
+        """Tokens [s, b] -> [s, b, h], both replicated: one all-reduce. The weight's gradient stays local.
+
+        Under sequence parallelism a reduce-scatter, and [s/tp, b, h] sharded on dim 0.
 
         Raises:
             RuntimeError: if a token is not in the vocabulary (on a GPU, at its next synchronisation).
+            ValueError: if a sequence that is to be split does not divide over the group.
         """
         self.shard.check(tokens, "token")
         output = apply_function(_Lookup, self.weight, tokens, self.shard)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(output, self.group)
         return reduce_from_tensor_parallel_region(output, self.group)
 
     def extra_repr(self) -> str:
@@ -193,8 +225,19 @@ class VocabParallelEmbedding(nn.Module):
         )
 
 
+def defer_weight_gradients(model: nn.Module, deferred: DeferredGradients | None) -> None:
+    """Let every linear layer of ``model`` hand its weight's gradient to ``deferred`` while that is deferring.
+
+    Gradients of biases, norms and embeddings are cheap and formed at once; that of the output layer is
+    formed in the forward (:func:`~megatron.core.tensor_parallel.linear_cross_entropy`). None ends it.
+    """
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.deferred = deferred
+
+
 def vocab_facts(
-    shard: VocabShard, hidden_size: int, init_std: float, copy_of: str | None = None
+    shard: VocabShard, hidden_size: int, init_std: float, *, copy_of: str | None = None, tied: bool = False
 ) -> ParameterFacts:
     """Facts of a [v_pad/tp, h] table, as the embedding and the output layer have it.
 
@@ -203,6 +246,7 @@ def vocab_facts(
         hidden_size: h.
         init_std: standard deviation of the normal initial values.
         copy_of: the name of the parameter on another stage that this one is a copy of.
+        tied: whether another stage holds the table too.
     """
     pieces = (Piece(0, shard.first, shard.valid),) if shard.valid else ()
     return ParameterFacts(
@@ -211,6 +255,7 @@ def vocab_facts(
         pieces=pieces,
         init_std=init_std,
         copy_of=copy_of,
+        tied=tied,
     )
 
 

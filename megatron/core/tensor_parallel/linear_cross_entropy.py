@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.communication import Handle, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.core.device import elementwise_tile
 from megatron.core.tensor_parallel.cross_entropy import check_label_smoothing, combine_log_sums
 from megatron.core.tensor_parallel.vocab_shard import VocabShard
@@ -38,14 +38,16 @@ def linear_cross_entropy(
     *,
     token_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the cross entropies of ``hidden @ weight.T``, and every token's own.
 
     forward: as :func:`vocab_parallel_cross_entropy` on the logits. backward: the gradient of ``hidden``,
-    already all-reduced, so that the caller needs no operator f; that of ``weight`` stays local.
+    already all-reduced, so that the caller needs no operator f; that of ``weight`` stays local. Under
+    sequence parallelism the forward gathers ``hidden`` and reduce-scatters its gradient, once each.
 
     Args:
-        hidden: [s, b, h], replicated.
+        hidden: [s, b, h] replicated, or [s/tp, b, h] sharded on dim 0 under sequence parallelism.
         weight: [v_pad/tp, h], sharded on dim 0.
         labels: [s, b], replicated, tokens of the true vocabulary.
         group: the tensor-parallel group.
@@ -53,13 +55,15 @@ def linear_cross_entropy(
         token_weights: [s, b], replicated: what each token's loss counts. None: all count 1. Tokens of weight
             0 are left out, whatever their label: no work is done for them.
         label_smoothing: as in :mod:`megatron.core.tensor_parallel.cross_entropy`.
+        sequence_parallel: whether ``hidden`` is a part of the sequence.
 
     Returns:
         The weighted sum, a scalar, and the losses [s, b] (detached; 0 for tokens left out). Both replicated,
         in float32 or the wider type of ``hidden``.
 
     Raises:
-        ValueError: if ``weight`` is not this rank's shard, or the smoothing is out of range.
+        ValueError: if ``weight`` is not this rank's shard, ``hidden`` does not go with the labels, or the
+            smoothing is out of range.
         RuntimeError: if a label is outside the vocabulary (see :meth:`VocabShard.check`).
     """
     if weight.shape[0] != shard.rows:
@@ -68,19 +72,31 @@ def linear_cross_entropy(
             f"{shard.rows}"
         )
     check_label_smoothing(label_smoothing)
-    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)  # [s * b, h], [s * b]
-    row_weights = counted = None
+    ranks = group.size() if sequence_parallel else 1
+    if hidden.shape[0] * ranks != labels.shape[0]:
+        raise ValueError(
+            f"hidden states of {hidden.shape[0]} tokens on each of {ranks} ranks for {labels.shape[0]} labels"
+        )
+    row_labels, row_weights, counted = labels.reshape(-1), None, None  # [s * b]
     if token_weights is not None:
         row_weights = token_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
         counted = row_weights.nonzero().squeeze(1)
-        if counted.numel() < labels.numel():
-            rows, row_labels = rows.index_select(0, counted), row_labels[counted]
-            row_weights = row_weights[counted]
+        if counted.numel() == labels.numel():
+            counted = None
+        else:
+            row_labels, row_weights = row_labels[counted], row_weights[counted]
     shard.check(row_labels, "label")
     training = torch.is_grad_enabled()
     plan = _Plan(
-        group, shard, label_smoothing, training and rows.requires_grad, training and weight.requires_grad
+        group=group,
+        shard=shard,
+        smoothing=label_smoothing,
+        needs_hidden=training and hidden.requires_grad,
+        needs_weight=training and weight.requires_grad,
+        sequence_parallel=ranks > 1,
+        counted=counted,
     )
+    rows = hidden.reshape(-1, hidden.shape[-1])
     total, losses = _LinearCrossEntropy.apply(rows, weight, row_labels, row_weights, plan)  # type: ignore[no-untyped-call]
     if counted is not None:
         losses = losses.new_zeros(labels.numel()).index_copy_(0, counted, losses)
@@ -89,24 +105,31 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is not a tensor."""
+    """What needs no gradient."""
 
     group: ProcessGroup
     shard: VocabShard
     smoothing: float
     needs_hidden: bool
     needs_weight: bool
+    sequence_parallel: bool
+    counted: Tensor | None
+    """Rows of the whole sequence that work is done for; None: all."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """On flat rows: [n, h], labels [n], weights [n] or None."""
+    """On flat hidden states, [s * b, h] or [s/tp * b, h], with labels and weights of the rows that count."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
-        losses, grad_rows, grad_weight = _walk(rows, weight, labels, weights, plan)
-        ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype))
+        rows = all_gather(hidden, plan.group) if plan.sequence_parallel else hidden
+        if plan.counted is not None:
+            rows = rows.index_select(0, plan.counted)
+        ctx.plan, ctx.shape = plan, hidden.shape
+        losses, grad_hidden, grad_weight = _walk(rows, weight, labels, weights, plan, hidden.shape[0])
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses if weights is None else losses * weights).sum(), losses
 
@@ -115,40 +138,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, gradient: Tensor, _: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # In place, for [v_pad/tp, h] is too large to copy; autograd refuses a second backward after this.
-        grad_rows, grad_weight = (None if kept is None else kept.mul_(gradient) for kept in ctx.saved_tensors)
-        return grad_rows, grad_weight, None, None, None
+        kept, grad_weight = (None if kept is None else kept.mul_(gradient) for kept in ctx.saved_tensors)
+        if kept is not None and not ctx.plan.sequence_parallel:
+            kept = _spread(kept, ctx.plan.counted, ctx.shape[0])
+        return kept, grad_weight, None, None, None
 
 
 def _walk(
-    rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, plan: _Plan
+    rows: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    plan: _Plan,
+    local_rows: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses, gradient of ``rows`` (replicated) and of ``weight`` (in float32 at least if blocks add up)."""
+    """Go through rows [n, h], replicated, of the tokens that count.
+
+    Returns:
+        Their losses; the gradient of ``rows``, replicated, or under sequence parallelism that of this rank's
+        ``local_rows`` hidden states; and the gradient of ``weight`` (in float32 at least if blocks add up).
+    """
     size = _block_size(rows, plan.shard)
     losses = rows.new_empty(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
     sum_dtype = weight.dtype if size >= rows.shape[0] else losses.dtype
     grad_rows = torch.empty_like(rows) if plan.needs_hidden else None
+    grad_hidden = grad_rows
+    if plan.needs_hidden and plan.sequence_parallel:
+        grad_hidden = rows.new_zeros(local_rows, rows.shape[1])
     grad_weight = torch.empty_like(weight, dtype=sum_dtype) if plan.needs_weight else None
     if grad_weight is not None and not rows.shape[0]:
         grad_weight.zero_()  # no block will write it
     buffer = rows.new_empty(size, plan.shard.rows)
-    works = []
+    works: list[Handle] = []
     for first in range(0, rows.shape[0], size):
         part = slice(first, first + size)
         x = rows[part]
         logits = torch.mm(x, weight.t(), out=buffer[: x.shape[0]])
         losses[part] = _logits_to_gradient(logits, labels[part], plan)
         scale = None if weights is None else weights[part, None].to(x.dtype)
-        if grad_rows is not None:
+        if grad_rows is not None and grad_hidden is not None:
             own = torch.mm(logits, weight, out=grad_rows[part])
             if scale is not None:
                 own.mul_(scale)
-            if plan.group.size() > 1:  # runs while the weight's gradient is computed
-                works.append(dist.all_reduce(own, group=plan.group, async_op=True))
+            # What is sent travels while the weight's gradient is computed.
+            if not plan.sequence_parallel:
+                works.append(start_all_reduce(own, plan.group))
+            elif part.stop >= rows.shape[0]:
+                partial = _spread(grad_rows, plan.counted, local_rows * plan.group.size())
+                works.append(start_reduce_scatter(grad_hidden, partial, plan.group))
         if grad_weight is not None:
             _write_product(grad_weight, logits, x if scale is None else x * scale, add=first > 0)
     for work in works:
         work.wait()
-    return losses, grad_rows, grad_weight
+    return losses, grad_hidden, grad_weight
+
+
+def _spread(rows: Tensor, counted: Tensor | None, num_rows: int) -> Tensor:
+    """Put ``rows`` at their places among ``num_rows``, zeros elsewhere."""
+    if counted is None:
+        return rows
+    return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, counted, rows)
 
 
 def _block_size(rows: Tensor, shard: VocabShard) -> int:

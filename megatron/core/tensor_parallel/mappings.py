@@ -1,38 +1,25 @@
 """Where a tensor-parallel layout changes: pairs of conjugate autograd functions.
 
-All communication of tensor parallelism is here. Each function says what it does as "forward: X. backward: Y";
-its conjugate does X in the backward and Y in the forward. f and g are the operators of Megatron-LM (Shoeybi
-et al. 2019, section 3).
+Each function says what it does as "forward: X. backward: Y"; its conjugate does X in the backward and Y in
+the forward. f and g are the operators of Megatron-LM (Shoeybi et al. 2019, section 3), g-bar and its
+conjugate, which take their place under sequence parallelism, those of Korthikanti et al. 2022, section 4.2.2.
+Linear layers join them with their products: :mod:`megatron.core.tensor_parallel.linear`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron.core.communication import all_gather, all_reduce, reduce_scatter
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """``function.apply(*args)``, typed, for a function of one result."""
     apply: Callable[..., Tensor] = function.apply
     return apply(*args)
-
-
-def sum_over_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum ``x`` over ``group`` in place and return it; no autograd. x: partial -> replicated."""
-    if group.size() > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
-    return x
-
-
-def maximum_over_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Elementwise maximum of ``x`` over ``group``, in place, and return it; no autograd."""
-    if group.size() > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return x
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -82,29 +69,49 @@ def scatter_to_tensor_parallel_region(x: Tensor, group: ProcessGroup, dim: int) 
     return apply_function(_Scatter, x, group, dim)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """Operator f and a product. forward: x @ weight.T + bias. backward: its own, x's gradient all-reduced.
+def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """forward: all-gather along the sequence. backward: reduce-scatter.
 
-    The all-reduce runs while the gradient of ``weight`` is computed.
-
-    Args:
-        x: [s, b, i], replicated.
-        weight: [o/tp, i], sharded on dim 0.
-        bias: [o/tp], sharded on dim 0, or None.
-        group: the tensor-parallel group.
-
-    Returns:
-        [s, b, o/tp], sharded on the last dim.
+    [s/tp, ...] sharded on dim 0 -> [s, ...] replicated; the gradient goes from partial to sharded. The
+    backward is right where each rank does its own share of what follows.
     """
     if group.size() == 1:
-        return F.linear(x, weight, bias)
-    return apply_function(_ColumnLinear, x, weight, bias, group)
+        return x
+    return apply_function(_GatherSequence, x, group)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Operator g-bar. forward: reduce-scatter along the sequence. backward: all-gather.
+
+    [s, ...] partial -> [s/tp, ...] sharded on dim 0.
+
+    Raises:
+        ValueError: if the sequence does not divide over the group.
+    """
+    if group.size() == 1:
+        return x
+    return apply_function(_ReduceScatterSequence, x, group)
+
+
+def scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the group and keep this rank's part of dim 0; no autograd.
+
+    [s, ...] partial -> [s/tp, ...] sharded on dim 0.
+
+    Raises:
+        ValueError: if the sequence does not divide over the group.
+    """
+    if x.shape[0] % group.size():
+        raise ValueError(
+            f"--sequence-parallel splits a sequence over --tensor-model-parallel-size {group.size()} ranks, "
+            f"which {x.shape[0]} tokens do not divide over; a --seq-length that is a multiple of "
+            f"{group.size()} (times --context-parallel-size) does"
+        )
+    return reduce_scatter(x, group)
 
 
 def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    x = x.contiguous()
-    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(gathered, x, group=group)
+    gathered = all_gather(x, group)
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size()), dim=dim)
 
 
@@ -123,14 +130,14 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # A gradient that arrives may be shared with another branch of the graph, so it is summed in a copy.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        return sum_over_group(gradient, ctx.group), None
+        return all_reduce(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        return sum_over_group(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -159,26 +166,23 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
-class _ColumnLinear(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return F.linear(x, weight, bias)
+        return all_gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = work = grad_weight = grad_bias = None
-        if needs_x:
-            grad_x = gradient @ weight  # [s, b, i]
-            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        rows = gradient.reshape(-1, gradient.shape[-1])  # [s * b, o/tp]
-        if needs_weight:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])  # [o/tp, i]
-        if needs_bias:
-            grad_bias = rows.sum(0)
-        if work is not None:
-            work.wait()
-        return grad_x, grad_weight, grad_bias, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradient, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return scatter_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, ctx.group), None

@@ -14,7 +14,7 @@ from megatron.core.transformer.recompute import recompute_units, run_layers
 
 
 class TransformerBlock(nn.Module):
-    """A run of layers and, on the last stage, the final norm.
+    """A run of layers, possibly none, and on the last stage the final norm.
 
     ``layers`` is keyed by each layer's number in the whole model, so that a parameter's path is its name
     there.
@@ -65,11 +65,11 @@ class TransformerBlock(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, context: AttentionContext, stream: RandomStream
     ) -> torch.Tensor:
-        """[s, b, h] replicated -> [s, b, h] replicated.
+        """[s, b, h] replicated -> [s, b, h] replicated; [s/tp, b, h] both under sequence parallelism.
 
         Args:
             hidden_states: output of the embedding or of the stage before.
-            context: angles and mask, shared by all layers.
+            context: angles and segments, shared by all layers.
             stream: of this micro-batch.
         """
         layers = list(self.layers.values())

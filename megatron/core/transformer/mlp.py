@@ -19,7 +19,8 @@ class MLP(nn.Module):
 
     GELU is the exact one, x times the normal distribution's cumulative function. With SwiGLU (Shazeer 2020,
     eq. 6) ``linear_fc1`` gives a gate and an input, both of width f. One all-reduce of [s, b, h] in the
-    forward (``linear_fc2``) and one in the backward (``linear_fc1``).
+    forward (``linear_fc2``) and one in the backward (``linear_fc1``), or under sequence parallelism an
+    all-gather and a reduce-scatter in each, and an all-gather for the weight gradient of ``linear_fc1``.
     """
 
     def __init__(self, config: TransformerConfig, *, parallel: ModelParallel, placement: Placement) -> None:
@@ -62,7 +63,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] replicated -> [s, b, h] replicated."""
+        """[s, b, h] replicated -> [s, b, h] replicated; [s/tp, b, h] both under sequence parallelism."""
         inner = self.linear_fc1(hidden_states)  # [s, b, f/tp], or [s, b, 2f/tp] gated
         activated = swiglu(inner) if self.gated else F.gelu(inner)  # [s, b, f/tp]
         output: torch.Tensor = self.linear_fc2(activated)

@@ -1,5 +1,7 @@
 """Layer norm and root-mean-square norm over the last dim."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,8 +9,7 @@ from torch import nn
 from megatron.core.config import TransformerConfig
 from megatron.core.extensions import LayerNormFunction
 from megatron.core.parallel_state import ModelParallel
-from megatron.core.parameter import Placement, make_parameter, replicated_facts
-from megatron.core.tensor_parallel import copy_to_tensor_parallel_region
+from megatron.core.parameter import Placement, facts_of, make_parameter, replicated_facts
 
 
 class Norm(nn.Module):
@@ -30,19 +31,14 @@ class Norm(nn.Module):
             epsilon: added to the mean square under the root.
             parallel: how ranks share the model.
             placement: format and device of the parameters.
-            over_local_heads: the input is sharded over tp (each rank normalises its own heads), so that each
-                rank sees only a part of a parameter's gradient; the backward then sums the parts.
+            over_local_heads: the input is sharded over tp on the heads, as without it only under sequence
+                parallelism (on the sequence). Where it is sharded, the gradients are partial.
         """
         super().__init__()
         self.epsilon = epsilon
-        self.group = parallel.tp
-        self.over_local_heads = over_local_heads
-        facts = replicated_facts((size,), parallel.tp.rank(), init_fill=1.0)
+        sharded = parallel.tp.size() > 1 and (parallel.sequence_parallel or over_local_heads)
+        facts = replicated_facts((size,), parallel.tp.rank(), init_fill=1.0, partial_over_tp=sharded)
         self.weight = make_parameter((size,), facts, placement)
-
-    def _enter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter as a function on a sharded input needs it: its gradient summed over the ranks."""
-        return copy_to_tensor_parallel_region(parameter, self.group) if self.over_local_heads else parameter
 
     def extra_repr(self) -> str:
         """Width and epsilon, for ``print(model)``."""
@@ -56,8 +52,8 @@ class RMSNorm(Norm):
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., size], replicated or (``over_local_heads``) sharded on a dim before the last."""
-        return F.rms_norm(hidden_states, self.weight.shape, self._enter(self.weight), self.epsilon)
+        """Normalise [..., size], replicated or sharded on a dim before the last; the output likewise."""
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.epsilon)
 
 
 class LayerNorm(Norm):
@@ -79,13 +75,13 @@ class LayerNorm(Norm):
         super().__init__(
             size, epsilon=epsilon, parallel=parallel, placement=placement, over_local_heads=over_local_heads
         )
-        self.bias = make_parameter((size,), replicated_facts((size,), parallel.tp.rank()), placement)
+        facts = replace(facts_of(self.weight), init_fill=0.0)
+        self.bias = make_parameter((size,), facts, placement)
         self.function: LayerNormFunction = F.layer_norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., size], replicated or (``over_local_heads``) sharded on a dim before the last."""
-        weight, bias = self._enter(self.weight), self._enter(self.bias)
-        return self.function(hidden_states, list(weight.shape), weight, bias, self.epsilon)
+        """Normalise [..., size], replicated or sharded on a dim before the last; the output likewise."""
+        return self.function(hidden_states, list(self.weight.shape), self.weight, self.bias, self.epsilon)
 
 
 def use_layer_norm(module: nn.Module, function: LayerNormFunction) -> None:

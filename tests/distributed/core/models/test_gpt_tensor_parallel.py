@@ -15,6 +15,13 @@ from megatron.core.transformer import (
     dropout,
 )
 from tests.distributed.core.models.collectives import recorded_collectives
+from tests.distributed.core.models.dense_comparison import (
+    assert_close,
+    assert_gradients,
+    dense_loss_and_weights,
+    shapes,
+    whole_gradient,
+)
 from tests.harness import make_state, run_ranks
 from tests.unit.core.models import dense_gpt
 from tests.unit.core.models.shapes import (
@@ -25,66 +32,28 @@ from tests.unit.core.models.shapes import (
     gpt2_shape,
     llama_shape,
     over,
-    true_weights,
 )
 
-SHAPES = {
-    "gpt2": gpt2_shape(label_smoothing=0.1),
-    "gpt2_qk_norm": gpt2_shape(qk_layernorm=True, untie_embeddings_and_output_weights=True),
-    "llama": llama_shape(add_qkv_bias=True, qk_layernorm=True),
-    "llama_one_group_tied": llama_shape(
-        num_query_groups=1, add_bias_linear=True, untie_embeddings_and_output_weights=False
-    ),
-    # Three tokens padded to 4 or 8 leave ranks with one true token or none.
-    "tiny_vocabulary": gpt2_shape(vocab_size=3, make_vocab_size_divisible_by=2),
-}
 
-
-def _whole_gradient(named, group):
-    """The gradient of the whole parameter: pieces of all ranks, added where several hold partial sums."""
-    facts, grad = named.facts, named.parameter.grad
-    if not facts.split and facts.global_shape == tuple(grad.shape):
-        return grad
-    whole = torch.zeros(facts.global_shape, dtype=grad.dtype)
-    for piece in facts.pieces:
-        rows = grad.narrow(facts.dim, piece.local, piece.length)
-        whole.narrow(facts.dim, piece.start, piece.length).add_(rows)
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
-def _assert_close(actual, expected, bound, what):
-    # Not torch.testing.assert_close, whose first call on every rank imports 800 modules.
-    assert actual.shape == expected.shape, what
-    assert (actual - expected).abs().max() <= bound, what
-
-
-def _compare_with_dense(tp, names):
+def _compare_with_dense(tp, sequence_parallel):
     group = make_state(tp=tp).group("tp")
-    for name in names:
-        config = SHAPES[name]
-        weights = true_weights(build(config))
-        model, data = build(config, parallel=over(group)), batch(config)
+    for name, config in shapes(seq_length=8 if sequence_parallel else 9).items():
+        data = batch(config)
+        model = build(config, parallel=over(group, sequence_parallel=sequence_parallel))
+        expected, weights = dense_loss_and_weights(config, data)
         expected_logits = dense_gpt.logits(config, weights, data["tokens"]).transpose(0, 1)
-        expected = dense_gpt.loss_sum(config, weights, **data)
-        expected.backward()
         loss = model(**data, stream=STREAM)
         loss.backward()
-        _assert_close(loss, expected, 1e-12 * expected.item(), name)
-        for named in named_parameters(model):
-            reference = weights[named.name].grad
-            bound = 1e-11 * max(1.0, reference.abs().max().item())
-            _assert_close(_whole_gradient(named, group), reference, bound, f"{name}: {named.name}")
-            if not named.facts.pieces:
-                assert not named.parameter.any()
-                assert not named.parameter.grad.any()
+        assert_close(loss, expected, 1e-12 * expected.item(), name)
+        assert_gradients(model, weights, group, name)
         logits = model(tokens=data["tokens"], stream=STREAM)
-        _assert_close(logits, expected_logits, 1e-11, f"{name}: logits")
+        assert_close(logits, expected_logits, 1e-11, f"{name}: logits")
 
 
+@pytest.mark.parametrize("sequence_parallel", [False], ids=["tensor parallel"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_loss_logits_and_gradients_equal_dense_algebra(tp):
-    run_ranks(tp, _compare_with_dense, tp, list(SHAPES))
+def test_loss_logits_and_gradients_equal_dense_algebra(tp, sequence_parallel):
+    run_ranks(tp, _compare_with_dense, tp, sequence_parallel)
 
 
 def _layer_collectives(config):
@@ -195,14 +164,13 @@ def _stages(config):
         )
         loss.backward()
         dist.send(boundary.grad, upstream)
-    weights = true_weights(build(config))
-    dense_gpt.loss_sum(config, weights, **data).backward()
+    _, weights = dense_loss_and_weights(config, data)
     for named in named_parameters(model):
-        grad = _whole_gradient(named, state.group("tp"))
+        grad = whole_gradient(named, state.group("tp"))
         tied = not config.untie_embeddings_and_output_weights
         if named.name == "embedding.word_embeddings.weight" and tied:
             dist.all_reduce(grad, group=state.embedding_group)
-        _assert_close(grad, weights[named.name].grad, 1e-10, named.name)
+        assert_close(grad, weights[named.name].grad, 1e-10, named.name)
     return sorted({named.name for named in named_parameters(model)})
 
 
