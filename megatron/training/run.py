@@ -9,8 +9,8 @@ from megatron.core.distributed import GradientReducer, ParameterBuffers, SharedG
 from megatron.core.optimizer import Optimizer, ParameterSchedule
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parameter import NamedParameter
+from megatron.core.pipeline_parallel.actions import Program
 from megatron.core.pipeline_parallel.p2p import TensorSpec
-from megatron.core.pipeline_parallel.schedules import Program
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
 from megatron.training.metrics import Metrics

@@ -15,9 +15,9 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import Optimizer
 from megatron.core.parallel_state import ParallelState, model_parallel
 from megatron.core.parameter import NamedParameter, Placement, named_parameters
-from megatron.core.pipeline_parallel.p2p import TensorSpec
+from megatron.core.pipeline_parallel.lowering import lower
+from megatron.core.pipeline_parallel.p2p import TensorSpec, open_channels
 from megatron.core.pipeline_parallel.partition import layer_ranges
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, lower
 from megatron.core.tensor_parallel import initialize_parameters
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.acceleration import accelerate
@@ -34,6 +34,7 @@ from megatron.training.metrics import (
 )
 from megatron.training.plan import batch_plan, run_schedule
 from megatron.training.run import Readers, Run
+from megatron.training.step import pipeline_channels, pipeline_schedule
 from megatron.training.task import SplitDatasets, Stage, Task, parameter_dtype
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ def build_run(
     plan = batch_plan(config, runtime.world_size)
     log.info("setting number of microbatches to constant %d", plan.num_microbatches)
     log.info("> learning rate decay style: %s", config.schedule.lr_decay_style)
-    order = SCHEDULES[config.parallel.pipeline_schedule or "1f1b"](state.size("pp"), plan.num_microbatches)
+    order = pipeline_schedule(config, state, plan)
+    open_channels(pipeline_channels(config, state), runtime.device)
     model_config = config.model
     return Run(
         config=config,

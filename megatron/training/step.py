@@ -1,7 +1,7 @@
 """One training iteration, and the forward passes of one evaluation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,9 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
-from megatron.core.pipeline_parallel.engine import run_pipeline
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.actions import Schedule
+from megatron.core.pipeline_parallel.engine import ForwardStep, run_pipeline
+from megatron.core.pipeline_parallel.p2p import PipelineChannels
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.tensor_parallel import RandomStream
+from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
+from megatron.training.plan import BatchPlan
 from megatron.training.progress import StepOutcome
 from megatron.training.run import Run
 from megatron.training.task import Batch
@@ -19,6 +25,26 @@ from megatron.training.task import Batch
 
 class NonFiniteLossError(ValueError):
     """A loss is NaN or infinite."""
+
+
+def pipeline_schedule(config: RunConfig, state: ParallelState, plan: BatchPlan) -> Schedule:
+    """In what order the stages run the micro-batches of a step."""
+    return build_schedule(
+        config.parallel.pipeline_schedule or "1f1b",
+        stages=state.size("pp"),
+        microbatches=plan.num_microbatches,
+    )
+
+
+def pipeline_channels(config: RunConfig, state: ParallelState) -> PipelineChannels:
+    """The groups over which this rank's stage hands tensors on."""
+    parallel = config.parallel
+    return PipelineChannels(
+        state.group("pp"),
+        state.pp_gradients,
+        state.group("tp"),
+        scatter_gather=parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel,
+    )
 
 
 def train_step(run: Run) -> StepOutcome:
@@ -120,12 +146,12 @@ def _mean_losses(run: Run, sums: Tensor, counts: Tensor) -> dict[str, float]:
     return dict(zip(run.task.loss_names, means, strict=True))
 
 
-def _microbatch_forward(run: Run, batches: Sequence[Batch | None]) -> Callable[[int, Tensor | None], Tensor]:
+def _microbatch_forward(run: Run, batches: Sequence[Batch | None]) -> ForwardStep:
     """The forward pass of a micro-batch; its dropout derives from its iteration and place in the batch."""
     stream = RandomStream.root(run.config.training.seed).fold("dropout", run.progress.iteration)
     replicas, replica = run.state.size("dp"), run.state.rank("dp")
 
-    def forward(microbatch: int, hidden_states: Tensor | None) -> Tensor:
+    def forward(chunk: int, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         own = stream.fold("microbatch", microbatch * replicas + replica)
         return run.task.forward(run.model, batches[microbatch], hidden_states, own)
 
@@ -145,8 +171,8 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
     kept: list[Tensor] = []
     weights = factors.to(run.device)
 
-    def forward_and_scale(microbatch: int, hidden_states: Tensor | None) -> Tensor:
-        output = forward(microbatch, hidden_states)
+    def forward_and_scale(chunk: int, microbatch: int, hidden_states: Tensor | None) -> Tensor:
+        output = forward(chunk, microbatch, hidden_states)
         if not run.stage.last:
             return output
         kept.append(output.detach())
@@ -155,9 +181,9 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
     run_pipeline(
         run.training_program,
         forward=forward_and_scale,
-        group=run.state.group("pp"),
+        schedule=pipeline_schedule(run.config, run.state, run.batch_plan),
+        channels=pipeline_channels(run.config, run.state),
         activation=run.activation,
-        on_last_backward=run.reducer.prepare_last_backward,
     )
     for output in kept:
         sums += output.to(sums)
@@ -170,7 +196,8 @@ def _forward_only(run: Run, batches: Sequence[Batch | None]) -> Tensor:
     outputs = run_pipeline(
         run.evaluation_program,
         forward=forward,
-        group=run.state.group("pp"),
+        schedule=pipeline_schedule(run.config, run.state, run.batch_plan),
+        channels=pipeline_channels(run.config, run.state),
         activation=run.activation,
         forward_only=True,
     )

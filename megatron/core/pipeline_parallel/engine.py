@@ -5,136 +5,244 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import ProcessGroup
 
-from megatron.core.pipeline_parallel.p2p import TensorSpec, exchange
-from megatron.core.pipeline_parallel.schedules import Action, Exchange, Operation
+from megatron.core.pipeline_parallel.actions import (
+    Action,
+    Channel,
+    Exchange,
+    Finish,
+    Operation,
+    Schedule,
+    Start,
+)
+from megatron.core.pipeline_parallel.p2p import (
+    PipelineChannels,
+    Receiving,
+    Sending,
+    TensorSpec,
+    start_receive,
+    start_send,
+)
+from megatron.core.weight_gradients import DeferredGradients
 
-ForwardStep = Callable[[int, Tensor | None], Tensor]
+ForwardStep = Callable[[int, int, Tensor | None], Tensor]
+_Pass = tuple[int, int]
+"""A model chunk of this stage and a micro-batch."""
 
 
 def run_pipeline(
-    operations: Sequence[Operation],
+    program: Sequence[Operation],
     *,
+    schedule: Schedule,
     forward: ForwardStep,
-    group: ProcessGroup,
+    channels: PipelineChannels,
     activation: TensorSpec,
-    on_last_backward: Callable[[], None] | None = None,
+    deferred: Sequence[DeferredGradients] | None = None,
     forward_only: bool = False,
 ) -> list[Tensor]:
-    """Run this stage's share of a step; every stage of the group calls it with its own operations.
+    """Run this stage's share of a step; every stage calls it with its own program.
+
+    An activation of which the next part of the model is on the same stage is handed over as it is; all others
+    travel over ``channels``, started and finished where the program says. What has been sent is let go once
+    its send is finished, and so is the graph of a pass after its backward.
 
     An exception of ``forward`` goes straight through to the caller; the other stages then wait for this one
     until its process ends or the group's timeout is over.
 
     Args:
-        operations: this stage's list out of :func:`megatron.core.pipeline_parallel.schedules.lower`; for a
-            group of one it has no exchanges.
-        forward: called with the micro-batch and, on all stages but the first, the activation of the stage
-            before. Gives the activation for the next stage, as ``activation`` says; on the last stage in
-            training a scalar loss, already scaled so that the gradients of all micro-batches simply add up;
-            on the last stage in evaluation any tensor.
-        group: the pipeline group; a rank in it is a stage.
-        activation: what travels between stages, each way.
-        on_last_backward: called right before this stage's last backward, whose gradients are the final ones.
+        program: this stage's list out of :func:`megatron.core.pipeline_parallel.schedules.lower`.
+        schedule: what ``program`` was made from; says which part of the model each chunk of each stage is.
+        forward: called with the chunk, the micro-batch and, for all parts of the model but the first, the
+            activation of the part before. Gives the activation for the next part, as ``activation`` says; for
+            the last part in training a scalar loss, already scaled so that the gradients of all micro-batches
+            simply add up; for the last part in evaluation any tensor.
+        channels: the pipeline's groups; a rank in them is a stage. On NCCL opened before, by
+            :func:`megatron.core.pipeline_parallel.p2p.open_channels`.
+        activation: what travels between parts, each way.
+        deferred: for each chunk of this stage where its layers hand over the recipes of weight gradients.
+            Needed where the schedule splits backward passes; a ``backward_weight`` then forms those of the
+            oldest pass of its chunk.
         forward_only: evaluation: no graph is kept.
 
     Returns:
-        On the last stage what ``forward`` gave, detached, in the order of the micro-batches; elsewhere an
-        empty list. Gradients are added to those of the parameters.
+        On the stage that holds the last part what ``forward`` gave for it, detached, in the order of the
+        micro-batches; elsewhere an empty list. Gradients are added to those of the parameters.
 
     Raises:
-        ValueError: if ``operations`` and ``forward_only`` don't fit, or ``forward`` gives a wrong kind of
-            tensor.
+        ValueError: if the arguments don't fit each other, or ``forward`` gives a wrong kind of tensor.
     """
-    backwards = sum(isinstance(op, Action) and op.kind == "backward" for op in operations)
+    _check_arguments(program, schedule, channels, deferred, forward_only)
+    stage = _Stage(schedule, forward, channels, activation, deferred or (), forward_only)
+    with torch.set_grad_enabled(not forward_only):
+        for operation in program:
+            stage.run(operation)
+    stage.check_empty()
+    return [stage.results[microbatch] for microbatch in sorted(stage.results)]
+
+
+def _check_arguments(
+    program: Sequence[Operation],
+    schedule: Schedule,
+    channels: PipelineChannels,
+    deferred: Sequence[DeferredGradients] | None,
+    forward_only: bool,
+) -> None:
+    """Refuse what doesn't fit each other before anything travels."""
+    kinds = [operation.kind for operation in program if isinstance(operation, Action)]
+    backwards = len(kinds) - kinds.count("forward")
     if forward_only != (backwards == 0):
         raise ValueError(
             f"forward_only={forward_only}, but {backwards} backwards: lower the schedule likewise"
         )
-    run = _Run(forward, group, activation, forward_only)
-    with torch.set_grad_enabled(not forward_only):
-        for operation in operations:
-            if isinstance(operation, Exchange):
-                run.exchange(operation)
-            elif operation.kind == "forward":
-                run.forward(operation)
-            else:
-                backwards -= 1
-                if backwards == 0 and on_last_backward is not None:
-                    on_last_backward()
-                run.backward(operation)
-    run.check_empty()
-    return [run.results[microbatch] for microbatch in sorted(run.results)]
+    if len(schedule.stages) != channels.activations.size():
+        raise ValueError(
+            f"a schedule of {len(schedule.stages)} stages, but the pipeline group has "
+            f"{channels.activations.size()} ranks"
+        )
+    if "backward_input" in kinds and (deferred is None or len(deferred) != schedule.chunks):
+        raise ValueError(
+            f"the schedule splits backward passes: it needs one DeferredGradients for each of the "
+            f"{schedule.chunks} chunks of a stage, not {0 if deferred is None else len(deferred)}"
+        )
 
 
-class _Run:
+class _Stage:
     """The tensors in flight on one stage during one step."""
 
     def __init__(
-        self, forward: ForwardStep, group: ProcessGroup, activation: TensorSpec, forward_only: bool
+        self,
+        schedule: Schedule,
+        forward: ForwardStep,
+        channels: PipelineChannels,
+        activation: TensorSpec,
+        deferred: Sequence[DeferredGradients],
+        forward_only: bool,
     ) -> None:
-        self.forward_step = forward
-        self.group = group
-        self.activation = activation
-        self.forward_only = forward_only
-        self.is_first = group.rank() == 0
-        self.is_last = group.rank() == group.size() - 1
-        self.arrived: dict[Action, Tensor] = {}
-        self.leaving: dict[Action, Tensor] = {}
-        self.inputs: dict[int, Tensor] = {}
-        # An edge holds the graph but not the output, which is free once sent unless the graph needs it.
-        self.graphs: dict[int, GradientEdge] = {}
+        self.number = channels.activations.rank()
         self.results: dict[int, Tensor] = {}
+        self._schedule = schedule
+        self._forward_step = forward
+        self._channels = channels
+        self._activation = activation
+        self._deferred = deferred
+        self._forward_only = forward_only
+        # By channel: what the next pass needs, and what is to leave.
+        self._arrived: dict[str, dict[_Pass, Tensor]] = {"activations": {}, "gradients": {}}
+        self._leaving: dict[str, dict[_Pass, Tensor]] = {"activations": {}, "gradients": {}}
+        self._moving: dict[Exchange, Sending | Receiving] = {}
+        self._inputs: dict[_Pass, Tensor] = {}
+        # An edge holds the graph but not the output, which is free once sent unless the graph needs it.
+        self._graphs: dict[_Pass, GradientEdge] = {}
 
-    def exchange(self, operation: Exchange) -> None:
-        """Send what has been made, receive what is needed next."""
-        send = None if operation.send is None else self.leaving.pop(operation.send)
-        receive = None if operation.receive is None else self.activation.empty()
-        exchange(self.group, operation.peer, send=send, receive=receive)
-        if operation.receive is not None and receive is not None:
-            self.arrived[operation.receive] = receive
-
-    def forward(self, action: Action) -> None:
-        """Run one forward and put its output where it goes."""
-        hidden = None if self.is_first else self.arrived.pop(action)
-        if hidden is not None and not self.forward_only:
-            self.inputs[action.microbatch] = hidden.requires_grad_()
-        output = self.forward_step(action.microbatch, hidden)
-        if not self.is_last:
-            self.activation.check(output)
-        if not self.forward_only:
-            self._keep_graph(action.microbatch, output)
-        if self.is_last:
-            self.results[action.microbatch] = output.detach()
+    def run(self, operation: Operation) -> None:
+        """Run one operation."""
+        if isinstance(operation, Start):
+            self._start(operation.exchange)
+        elif isinstance(operation, Finish):
+            self._finish(operation.exchange)
+        elif operation.kind == "forward":
+            self._forward(operation.chunk, operation.microbatch)
+        elif operation.kind == "backward_weight":
+            self._deferred[operation.chunk].run_pass()
         else:
-            self.leaving[action] = output.detach().contiguous()
-
-    def _keep_graph(self, microbatch: int, output: Tensor) -> None:
-        """Remember where the backward of a micro-batch starts."""
-        if self.is_last and output.dim() != 0:
-            raise ValueError(f"the loss must be a scalar, but the last stage gave {tuple(output.shape)}")
-        if not output.requires_grad:
-            raise ValueError(
-                f"nothing to train: the output of stage {self.group.rank()} requires no gradient"
-            )
-        self.graphs[microbatch] = get_gradient_edge(output)
-
-    def backward(self, action: Action) -> None:
-        """Run one backward; the graph and the activations that it held are gone afterwards."""
-        if self.is_last:
-            gradient = torch.ones_like(self.results[action.microbatch])
-        else:
-            gradient = self.arrived.pop(action)
-        torch.autograd.backward(self.graphs.pop(action.microbatch), gradient)
-        if self.is_first:
-            return
-        hidden = self.inputs.pop(action.microbatch)
-        if hidden.grad is None:
-            raise ValueError(f"the output of stage {self.group.rank()} does not depend on its input")
-        self.leaving[action] = hidden.grad.contiguous()
+            self._backward(operation)
 
     def check_empty(self) -> None:
         """Nothing may be left over when all operations have run."""
-        for kept in (self.arrived, self.leaving, self.inputs, self.graphs):
-            assert not kept, f"the program leaves tensors behind: {list(kept)}"
+        kept = [*self._inputs, *self._graphs, *self._moving]
+        for some in (*self._arrived.values(), *self._leaving.values()):
+            kept += some
+        assert not kept, f"the program leaves tensors behind: {kept}"
+        owed = [deferred.owed for deferred in self._deferred]
+        assert not any(owed), f"the program leaves the weight gradients of so many passes behind: {owed}"
+
+    def _start(self, exchange: Exchange) -> None:
+        """Let what has been made leave, or make room for what is needed."""
+        if exchange.send is not None:
+            tensor = self._leaving[exchange.channel].pop((exchange.send.chunk, exchange.send.microbatch))
+            self._moving[exchange] = start_send(self._channels, exchange.channel, exchange.peer, tensor)
+        else:
+            self._moving[exchange] = start_receive(
+                self._channels, exchange.channel, exchange.peer, self._activation
+            )
+
+    def _finish(self, exchange: Exchange) -> None:
+        """Wait until a transfer is through."""
+        tensor = self._moving.pop(exchange).finish()
+        if tensor is not None:
+            action = _awaited(exchange)
+            self._arrived[exchange.channel][action.chunk, action.microbatch] = tensor
+
+    def _forward(self, chunk: int, microbatch: int) -> None:
+        """Run one forward and put its output where it goes."""
+        part = self._schedule.part(self.number, chunk)
+        own = (chunk, microbatch)
+        hidden = None if part == 0 else self._arrived["activations"].pop(own)
+        if hidden is not None and not self._forward_only:
+            self._inputs[own] = hidden.requires_grad_()
+        output = self._forward_step(chunk, microbatch, hidden)
+        if not self._forward_only:
+            self._keep_graph(part, own, output)
+        if part == self._schedule.last_part:
+            self.results[microbatch] = output.detach()
+        else:
+            self._activation.check(output)
+            self._hand_on("activations", part + 1, own, output.detach())
+
+    def _keep_graph(self, part: int, own: _Pass, output: Tensor) -> None:
+        """Remember where the backward of a micro-batch starts."""
+        if part == self._schedule.last_part and output.dim() != 0:
+            raise ValueError(f"the loss must be a scalar, but the last stage gave {tuple(output.shape)}")
+        if not output.requires_grad:
+            raise ValueError(
+                f"nothing to train: the output of chunk {own[0]} of stage {self.number} requires no gradient"
+            )
+        self._graphs[own] = get_gradient_edge(output)
+
+    def _backward(self, action: Action) -> None:
+        """Run one backward, whole or for its input alone.
+
+        The graph is gone afterwards; of the activations remain those that recipes of weight gradients need.
+        """
+        own = (action.chunk, action.microbatch)
+        part = self._schedule.part(self.number, action.chunk)
+        if part == self._schedule.last_part:
+            gradient = torch.ones_like(self.results[action.microbatch])
+        else:
+            gradient = self._arrived["gradients"].pop(own)
+        if action.kind == "backward":
+            torch.autograd.backward(self._graphs.pop(own), gradient)
+        else:
+            self._backward_deferring(self._deferred[action.chunk], self._graphs.pop(own), gradient)
+        if part == 0:
+            return
+        hidden = self._inputs.pop(own)
+        if hidden.grad is None:
+            raise ValueError(
+                f"the output of chunk {action.chunk} of stage {self.number} does not depend on its input"
+            )
+        self._hand_on("gradients", part - 1, own, hidden.grad)
+
+    def _backward_deferring(self, deferred: DeferredGradients, graph: GradientEdge, gradient: Tensor) -> None:
+        """Run a backward in which layers hand over recipes instead of forming their weights' gradients."""
+        deferred.deferring = True
+        try:
+            torch.autograd.backward(graph, gradient)
+        finally:
+            deferred.deferring = False
+        deferred.close_pass()
+
+    def _hand_on(self, channel: Channel, part: int, own: _Pass, tensor: Tensor) -> None:
+        """Give a tensor to the pass of ``part`` that needs it: at once if that is on this stage too."""
+        stage, chunk = self._schedule.place(part)
+        if stage == self.number:
+            self._arrived[channel][chunk, own[1]] = tensor
+        else:
+            self._leaving[channel][own] = tensor
+
+
+def _awaited(exchange: Exchange) -> Action:
+    """The action of this stage that an exchange is about."""
+    transfer = exchange.send if exchange.receive is None else exchange.receive
+    assert transfer is not None, "an exchange sends or receives"
+    return transfer
