@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint import (
@@ -31,6 +30,7 @@ from megatron.core.checkpoint import (
     survey,
 )
 from megatron.core.checkpoint.agreement import Peers, attempt
+from megatron.core.optimizer import StatePart, sharded_states
 from megatron.core.parameter import NamedParameter
 from megatron.training.config import CheckpointConfig, RunConfig
 from megatron.training.plan import run_schedule
@@ -214,15 +214,10 @@ def load_run(run: Run, source: Source) -> None:
     group, device = run.state.world_group, run.device
     checkpoint = open_checkpoint(source.root, group, device, step)
     states = run.optimizer.state_tensors()
-    own = [(named, named.parameter.data) for named in run.parameters]
+    own = _whole_weights(run.parameters)
     _load_weights(checkpoint, states.pop(MAIN, own), group, device)
     if config.load_optim and source.resumes:
-        moments = [
-            sharded_parameter(f"{OPTIMIZER}{kind}.{named.name}", tensor, named.facts, primary_only=False)
-            for kind, entries in states.items()
-            for named, tensor in entries
-        ]
-        load(checkpoint, moments, group, device)
+        load(checkpoint, sharded_states(states, OPTIMIZER, primary_only=False), group, device)
     run.optimizer.sync_model_weights()
     if source.resumes:
         run.progress = Progress.from_json(source.manifest.state["progress"])
@@ -234,30 +229,34 @@ def load_run(run: Run, source: Source) -> None:
 
 def _owned_tensors(run: Run) -> list[ShardedTensor]:
     """What this rank saves: its primary rectangles, shared out among the ranks that hold the same ones."""
-    entries = [(MODEL + named.name, named, named.parameter.data) for named in run.parameters]
-    if run.config.checkpoint.save_optim:
-        entries += [
-            (f"{OPTIMIZER}{kind}.{named.name}", named, tensor)
-            for kind, states in run.optimizer.state_tensors().items()
-            for named, tensor in states
-        ]
-    tensors = [
-        sharded_parameter(name, tensor, named.facts, primary_only=True) for name, named, tensor in entries
-    ]
     replicas = run.state.data_group
-    return share_among_replicas(tensors, replicas.rank(), replicas.size())
+    run.buffers.wait_for_parameters()
+    shared = [
+        sharded_parameter(MODEL + named.name, named.parameter.data, named.facts, primary_only=True)
+        for named in run.parameters
+    ]
+    own: list[ShardedTensor] = []
+    if run.config.checkpoint.save_optim:
+        own = sharded_states(run.optimizer.state_tensors(), OPTIMIZER, primary_only=True)
+    if not run.buffers.sharded:
+        shared, own = shared + own, []
+    return share_among_replicas(shared, replicas.rank(), replicas.size()) + own
 
 
 def load_weights(
     checkpoint: Checkpoint, parameters: Sequence[NamedParameter], group: ProcessGroup, device: torch.device
 ) -> None:
     """Fill a model's parameters from a checkpoint, at the best precision it holds; all ranks together."""
-    _load_weights(checkpoint, [(named, named.parameter.data) for named in parameters], group, device)
+    _load_weights(checkpoint, _whole_weights(parameters), group, device)
+
+
+def _whole_weights(parameters: Sequence[NamedParameter]) -> list[StatePart]:
+    return [StatePart(named, named.parameter.data.view(-1), 0) for named in parameters]
 
 
 def _load_weights(
     checkpoint: Checkpoint,
-    targets: Sequence[tuple[NamedParameter, Tensor]],
+    targets: Sequence[StatePart],
     group: ProcessGroup,
     device: torch.device,
 ) -> None:
@@ -266,12 +265,12 @@ def _load_weights(
     Main weights are never widened: they must be float32 in the file.
     """
     main, own = [], []
-    for named, tensor in targets:
-        key = f"{OPTIMIZER}{MAIN}.{named.name}"
+    for target in targets:
+        key = f"{OPTIMIZER}{MAIN}.{target.named.name}"
         if key in checkpoint.manifest.tensors:
-            main.append(sharded_parameter(key, tensor, named.facts, primary_only=False))
+            main.append(target.sharded(key, primary_only=False))
         else:
-            own.append(sharded_parameter(MODEL + named.name, tensor, named.facts, primary_only=False))
+            own.append(target.sharded(MODEL + target.named.name, primary_only=False))
     load(checkpoint, main, group, device)
     load(checkpoint, own, group, device, cast=True)
 

@@ -198,5 +198,5 @@ def attach_metrics(run: Run) -> None:
 
 
 def verify_replicas(run: Run) -> None:
-    """Refuse to train with data-parallel replicas whose weights differ."""
-    check_replicas(run.buffers, run.state.data_group)
+    """Refuse to train with replicas whose weights differ."""
+    check_replicas(run.buffers, run.state.data_group, run.state.group("tp"))

@@ -73,7 +73,7 @@ def train_step(run: Run) -> StepOutcome:
         reason = "no token of this global batch counts towards the loss: the update is skipped"
         return replace(outcome, losses=dict.fromkeys(run.task.loss_names, 0.0), remarks=(reason,))
 
-    run.reducer.zero_grad()
+    run.reducer.zero_grad(run.batch_plan.num_microbatches)
     sums = _forward_backward(run, batches, outcome.loss_scale / counts.clamp(min=1))
     run.reducer.finish()
     run.shared_gradients.sum()

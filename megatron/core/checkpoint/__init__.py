@@ -8,6 +8,7 @@ from megatron.core.checkpoint.sharded_tensor import (
     ShardedTensor,
     check_tiling,
     sharded_parameter,
+    sharded_slice,
     share_among_replicas,
     whole_tensor,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "read_manifest",
     "save",
     "sharded_parameter",
+    "sharded_slice",
     "share_among_replicas",
     "survey",
     "verify",

@@ -8,7 +8,7 @@ most a few, and rows of vocabulary padding lie in none.
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +112,47 @@ def sharded_parameter(
     return ShardedTensor(name, facts.global_shape, tensor.dtype, tuple(shards))
 
 
+def sharded_slice(
+    name: str,
+    flat: torch.Tensor,
+    facts: ParameterFacts,
+    local_shape: Sequence[int],
+    start: int,
+    *,
+    primary_only: bool,
+) -> ShardedTensor:
+    """A run of a parameter's elements, or of anything shaped like it, as a sharded tensor.
+
+    Args:
+        name: its name in the checkpoint.
+        flat: [k], elements ``start`` to ``start + k`` of the flattened local tensor; may be empty.
+        facts: where the local tensor's rows lie in the whole parameter.
+        local_shape: shape of the local tensor.
+        start: first element of the run.
+        primary_only: True to save, False to load, as in :func:`sharded_parameter`.
+
+    Returns:
+        For each piece at most 2 d - 1 rectangles, d the number of dims: the whole rows in the run, and what
+        it begins and ends with. They are backed by views of ``flat``.
+    """
+    dim = facts.dim
+    shards = []
+    pieces = () if primary_only and facts.copy_of is not None else facts.pieces
+    position = 0
+    for box in _flat_boxes(tuple(local_shape), start, start + flat.numel()):
+        values = flat.detach()[position : position + box.size].view(box.shape)
+        position += box.size
+        for piece in pieces:
+            first = max(box.offset[dim], piece.local)
+            length = min(box.end[dim], piece.local + piece.length) - first
+            if length > 0 and (piece.primary or not primary_only):
+                offset, shape = list(box.offset), list(box.shape)
+                offset[dim], shape[dim] = piece.start + first - piece.local, length
+                view = values.narrow(dim, first - box.offset[dim], length)
+                shards.append((Rectangle(tuple(offset), tuple(shape)), view))
+    return ShardedTensor(name, facts.global_shape, flat.dtype, tuple(shards))
+
+
 def share_among_replicas(tensors: Iterable[ShardedTensor], rank: int, size: int) -> list[ShardedTensor]:
     """The tensors that replica ``rank`` of ``size`` writes, when all hold the same; bytes are spread evenly.
 
@@ -146,6 +187,25 @@ def check_tiling(name: str, global_shape: tuple[int, ...], rectangles: Sequence[
         raise CheckpointError(
             f"tensor {name} of shape {global_shape}: no rank holds {_first_gap(whole, solid)} of it"
         )
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
+    """Elements ``start`` to ``stop`` of a flattened tensor as rectangles, in their order."""
+    if start >= stop:
+        return
+    inner = math.prod(shape[1:])
+    row, first = divmod(start, inner)
+    last_row, rest = divmod(stop, inner)
+    if first:
+        end = min(inner, stop - row * inner)
+        for box in _flat_boxes(shape[1:], first, end):
+            yield Rectangle((row, *box.offset), (1, *box.shape))
+        row += 1
+    if row < last_row:
+        yield Rectangle((row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:]))
+    if rest and row <= last_row:
+        for box in _flat_boxes(shape[1:], 0, rest):
+            yield Rectangle((last_row, *box.offset), (1, *box.shape))
 
 
 def _check_bounds(name: str, whole: Rectangle, rectangle: Rectangle) -> None:

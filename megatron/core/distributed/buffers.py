@@ -3,21 +3,31 @@
 Buckets follow the backward pass (the last module's parameters come first), so that a bucket is complete as
 early as may be and its reduction overlaps with what is left of the backward. Inside a bucket parameters are
 sorted by what happens to them later, so that weight decay, norms and updates run over long contiguous ranges.
+The tensor-parallel ranks of a stage lay out their buckets alike, and so do the two stages that hold a tied
+parameter with its bucket: what they share lies at the same place.
+
+A sharded bucket (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054) is cut into equal slices, one for each
+data-parallel rank, which alone updates it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Literal
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from megatron.core.parameter import NamedParameter, ParameterFacts
+from megatron.core.distributed.own_bucket import OwnBucket, Part
+from megatron.core.distributed.parameter_gather import ParameterGather
+from megatron.core.parameter import NamedParameter
 
 ALIGNMENT = 64
 """Elements that every parameter's start is a multiple of: whole cache lines in every number format."""
 
-Range = tuple[int, int]
-"""First element of a flat tensor, and one past the last."""
+Strategy = Literal["no_shard", "optim", "optim_grads"]
+"""What data-parallel ranks divide among them: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +37,8 @@ class Slot:
     named: NamedParameter
     start: int
     """First element in the bucket's flat tensors."""
+    uses: int = 1
+    """Model chunks of this rank that use it: gradients that it gets of one micro-batch."""
 
     @property
     def stop(self) -> int:
@@ -39,49 +51,71 @@ class Slot:
 
 
 class Bucket:
-    """Contiguous parameters of one dtype with their gradients, reduced and updated together.
+    """Contiguous parameters of one dtype with their gradients, reduced together.
 
     Attributes:
         slots: the parameters, in the order of their places.
+        size: elements of its flat tensors (n), a multiple of the number of slices.
         weights: flat [n], the model's dtype; the parameters' own storage.
-        gradients: flat [n], at least float32. Gaps between parameters are zero in both.
-        counted_ranges: what this rank counts in norms: primary pieces, no tied copy, no vocabulary padding. A
-            range may run over alignment gaps.
-        counted_size: number of true parameter elements in them.
-        uncounted_ranges: the rest: other ranks' duplicates, and padding.
+        gradients: flat [n], at least float32; None where only the own slice is kept. Gaps between parameters
+            are zero in both.
+        gaps: where those are, the end of the bucket too.
+        own: the slice that this rank updates; all of it, without sharding.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        uses: Counter[int],
+        strategy: Strategy,
+        data_group: ProcessGroup | None,
+    ) -> None:
+        slices, index = 1, 0
+        if data_group is not None and strategy != "no_shard":
+            slices, index = data_group.size(), data_group.rank()
         slots: list[Slot] = []
-        size = 0
-        for named in sorted(parameters, key=_later_use):
-            slots.append(Slot(named, size))
-            size += -(-named.parameter.numel() // ALIGNMENT) * ALIGNMENT
-        first = parameters[0].parameter
+        used = 0
+        for named in parameters:
+            slots.append(Slot(named, used, uses[id(named.parameter)]))
+            used += _round_up(named.parameter.numel(), ALIGNMENT)
         self.slots = tuple(slots)
-        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(
-            size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
-        )
+        self.size = _round_up(used, ALIGNMENT * slices)
+        edges = [*(edge for slot in slots for edge in (slot.start, slot.stop)), self.size]
+        gaps = zip(edges[1::2], edges[2::2], strict=True)
+        self.gaps = tuple((start, stop) for start, stop in gaps if start < stop)
+        first = parameters[0].parameter
+        self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         for slot in slots:
             parameter = slot.named.parameter
             view = slot.view(self.weights)
             view.copy_(parameter.data)
             parameter.data = view
             parameter.grad = None
-        self.counted_ranges = _counted_ranges(self.slots)
-        self.counted_size = sum(stop - start for slot in slots for start, stop in _primary_ranges(slot))
-        self.uncounted_ranges = _complement(self.counted_ranges, size)
+        self._start, self._stop = index * self.size // slices, (index + 1) * self.size // slices
+        self.gradients: torch.Tensor | None = None
+        if strategy == "optim_grads":
+            own_gradients = self.new_gradients(self._stop - self._start)
+        else:
+            self.gradients = self.new_gradients(self.size)
+            own_gradients = self.own_slice(self.gradients)
+        self.own = OwnBucket(self.own_slice(self.weights), own_gradients, self._own_parts())
 
-    def decay_ranges(self, weight_decay: bool) -> list[Range]:
-        """The contiguous runs of parameters that weight decay applies to, or does not."""
-        ranges: list[Range] = []
-        runs = groupby(self.slots, key=lambda slot: slot.named.facts.weight_decay)
-        for decays, run in runs:
-            if decays == weight_decay:
-                members = list(run)
-                ranges.append((members[0].start, members[-1].stop))
-        return ranges
+    def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a flat tensor of the bucket, a view."""
+        return flat[self._start : self._stop]
+
+    def new_gradients(self, size: int) -> torch.Tensor:
+        """Zeros [size] in the format that gradients are accumulated in."""
+        dtype = torch.promote_types(self.weights.dtype, torch.float32)
+        return torch.zeros(size, dtype=dtype, device=self.weights.device)
+
+    def _own_parts(self) -> list[Part]:
+        parts = []
+        for slot in self.slots:
+            start, stop = max(slot.start, self._start), min(slot.stop, self._stop)
+            if start < stop:
+                parts.append(Part(slot.named, start - slot.start, stop - slot.start, start - self._start))
+        return parts
 
 
 class ParameterBuffers:
@@ -89,11 +123,29 @@ class ParameterBuffers:
 
     Attributes:
         parameters: in the order given (the module tree's), each parameter object once.
-        buckets: in backward order.
+        strategy: what the data-parallel ranks divide among them.
+        flat_buckets: whole buckets, in backward order.
+        buckets: the slices of them that this rank updates.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], *, bucket_size: int | None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        *,
+        bucket_size: int | None,
+        strategy: Strategy = "no_shard",
+        data_group: ProcessGroup | None = None,
+    ) -> None:
         """Move ``parameters``; a bucket is closed once it has ``bucket_size`` elements (None: one bucket).
+
+        Parameters that another stage holds too (``facts.tied``) get a bucket of their own.
+
+        Args:
+            parameters: of all model chunks of this rank, one after another; a parameter that two of them use
+                is given twice. The same on all data-parallel ranks.
+            bucket_size: elements.
+            strategy: what the data-parallel ranks divide among them.
+            data_group: those ranks; needed where they divide anything.
 
         Raises:
             ValueError: if there is no parameter, if they lie on several devices, or on a bucket size below 1.
@@ -110,17 +162,69 @@ class ParameterBuffers:
                 f"the parameters of a rank must lie on one device, found {sorted(map(str, devices))}"
             )
         self.device = devices.pop()
-        self.buckets = tuple(Bucket(group) for group in _backward_groups(self.parameters, bucket_size))
+        assert data_group is not None or strategy == "no_shard", "nothing to divide over"
+        self.strategy = strategy
+        uses = Counter(id(named.parameter) for named in parameters)
+        self.flat_buckets = tuple(
+            Bucket(sorted(members, key=_later_use), uses, strategy, data_group)
+            for members in _backward_groups(self.parameters, bucket_size)
+        )
+        self.buckets = tuple(bucket.own for bucket in self.flat_buckets)
+        self._gather: ParameterGather | None = None
+        if data_group is not None and self.sharded:
+            self._gather = ParameterGather(
+                [bucket.weights for bucket in self.flat_buckets],
+                [bucket.own.weights for bucket in self.flat_buckets],
+                data_group,
+            )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the data-parallel ranks update disjoint slices, rather than all of them everything."""
+        return self.strategy != "no_shard"
+
+    def gather_during_forward(self, modules: Sequence[nn.Module]) -> None:
+        """From now on let :meth:`publish` only start, and a module wait before it reads its parameters.
+
+        Args:
+            modules: all model chunks of this rank, in the order of their forward passes; the same on all
+                data-parallel ranks.
+        """
+        if self._gather is not None:
+            places = {
+                id(slot.named.parameter): number
+                for number, bucket in enumerate(self.flat_buckets)
+                for slot in bucket.slots
+            }
+            self._gather.overlap_with(modules, places)
+
+    def publish(self) -> None:
+        """Let the model see what has been written to the buckets' weights; all data-parallel ranks together.
+
+        One all-gather a bucket where the ranks have updated slices of it. With
+        :meth:`gather_during_forward` they have only been started when this returns.
+        """
+        if self._gather is not None:
+            self._gather.start()
+
+    def wait_for_parameters(self) -> None:
+        """Return when every parameter has what was published last."""
+        if self._gather is not None:
+            self._gather.wait()
 
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's bucket and place, bucket by bucket."""
-        for bucket in self.buckets:
+        for bucket in self.flat_buckets:
             for slot in bucket.slots:
                 yield bucket, slot
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Views of the gradients by parameter name, in the parameters' local shapes, at least float32."""
-        return {slot.named.name: slot.view(bucket.gradients) for bucket, slot in self.slots()}
+        """Views of the gradients by parameter name, in the parameters' local shapes, at least float32.
+
+        Only where nothing is divided: else no rank holds them whole.
+        """
+        assert not self.sharded, "no rank holds whole gradients"
+        return {slot.named.name: slot.view(bucket.own.gradients) for bucket, slot in self.slots()}
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
@@ -131,65 +235,40 @@ def default_bucket_size(data_parallel_size: int) -> int:
 def _backward_groups(
     parameters: Sequence[NamedParameter], bucket_size: int | None
 ) -> Iterator[list[NamedParameter]]:
+    """The members of each bucket: runs of one dtype in backward order, and all tied parameters together.
+
+    The tied ones come when the last of them has its gradient. Where they come differs between the stages that
+    hold them, but what lies in their bucket, and where, does not.
+    """
+    tied = [named for named in reversed(parameters) if named.facts.tied]
     group: list[NamedParameter] = []
     for named in reversed(parameters):
+        if named.facts.tied:
+            if named is tied[-1]:
+                if group:
+                    yield group
+                    group = []
+                yield sorted(tied, key=lambda named: named.name)
+            continue
         full = bucket_size is not None and sum(other.parameter.numel() for other in group) >= bucket_size
         if group and (full or group[0].parameter.dtype != named.parameter.dtype):
             yield group
             group = []
         group.append(named)
-    yield group
+    if group:
+        yield group
 
 
-def _later_use(named: NamedParameter) -> tuple[bool, bool]:
-    """Sort key inside a bucket: with weight decay first, and counted whole by this rank first."""
-    return (not named.facts.weight_decay, not _counted_whole(named.facts))
+def _later_use(named: NamedParameter) -> tuple[bool, bool, bool]:
+    """Sort key inside a bucket, the same on all tensor-parallel ranks.
+
+    With weight decay first; then split over tensor-parallel ranks before replicated, since all count the
+    former and one alone the latter; of those, the ones whose gradients ranks have to add up last.
+    """
+    facts = named.facts
+    replicated = named.parameter.shape[facts.dim] == facts.global_shape[facts.dim]
+    return (not facts.weight_decay, replicated, facts.partial_over_tp)
 
 
-def _counted_whole(facts: ParameterFacts) -> bool:
-    return facts.copy_of is None and all(piece.primary for piece in facts.pieces)
-
-
-def _counted_ranges(slots: Sequence[Slot]) -> list[Range]:
-    """All primary ranges of a bucket; the last of a parameter and the first of the next join over a gap."""
-    ranges: list[Range] = []
-    slot_stop = 0  # of the slot before
-    for slot in slots:
-        for start, stop in _primary_ranges(slot):
-            joins = bool(ranges) and start == slot.start and ranges[-1][1] == slot_stop
-            _append(ranges, (start, stop), joins)
-        slot_stop = slot.stop
-    return ranges
-
-
-def _complement(ranges: Sequence[Range], size: int) -> list[Range]:
-    edges = [0, *(edge for span in ranges for edge in span), size]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
-
-
-def _primary_ranges(slot: Slot) -> Iterator[Range]:
-    """Flat ranges of a parameter's primary pieces, in ascending order, neighbours joined."""
-    facts, shape = slot.named.facts, slot.named.parameter.shape
-    if facts.copy_of is not None:
-        return
-    rows: list[Range] = []
-    for piece in sorted(facts.pieces, key=lambda piece: piece.local):
-        if piece.primary and piece.length:
-            joins = bool(rows) and rows[-1][1] == piece.local
-            _append(rows, (piece.local, piece.local + piece.length), joins)
-    inner = shape[facts.dim + 1 :].numel()
-    if rows == [(0, shape[facts.dim])]:
-        yield slot.start, slot.stop
-        return
-    for outer in range(shape[: facts.dim].numel()):
-        base = slot.start + outer * shape[facts.dim] * inner
-        for first, last in rows:
-            yield base + first * inner, base + last * inner
-
-
-def _append(ranges: list[Range], new: Range, joins: bool) -> None:
-    """Append ``new``, or let the last range run on to its end."""
-    if joins:
-        ranges[-1] = (ranges[-1][0], new[1])
-    else:
-        ranges.append(new)
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,7 +1,14 @@
 """Gradients of a step: accumulated over micro-batches in float32, then summed over data-parallel ranks.
 
-Nothing is averaged. Every loss is divided by the number of counted tokens of the *global* batch before its
-backward, so gradients only ever add up: over micro-batches here, and over ranks in one all-reduce a bucket.
+Every loss is divided by the number of counted tokens of the *global* batch before its backward, so gradients
+only ever add up: over micro-batches here, and over ranks in one collective a bucket. What that is depends on
+what the ranks divide among them (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; d ranks, m
+micro-batches, P elements of the padded buckets, 4 bytes each, 2 with a 16-bit collective):
+
+* nothing: one all-reduce, 2 (d - 1)/d · 4P bytes a step;
+* optimizer state: one reduce-scatter, (d - 1)/d · 4P bytes a step;
+* gradients too: one reduce-scatter after every micro-batch, m (d - 1)/d · 4P bytes a step. That is the price
+  of never holding more than a few whole buckets of gradients.
 """
 
 from collections.abc import Callable
@@ -12,118 +19,150 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.buffers import Bucket, ParameterBuffers, Slot
+from megatron.core.communication import start_all_reduce, start_reduce_scatter
+from megatron.core.distributed.buffers import ParameterBuffers
+from megatron.core.distributed.filling import Filling, GradientPool
 
-_CAST_CHUNK = 1 << 20
-"""Elements that are widened at a time: the temporary copy then stays in cache."""
+_UNDER_WAY = 2
+"""Pooled buckets that may be on their way at a time, before the next one waits for the oldest."""
 
 
 class GradientReducer:
     """Gathers each parameter's ``.grad`` into its bucket, and sums the buckets over data-parallel ranks.
 
-    A hook runs as soon as a parameter's gradient of one micro-batch is complete: the first of a step is
-    copied into the bucket, later ones are added, and ``.grad`` is dropped. So buckets need no zeroing, and a
-    16-bit gradient lives only for a moment. A step is::
+    A hook runs as soon as a parameter's gradient of one micro-batch is complete: the first is copied into the
+    bucket, later ones are added, and ``.grad`` is dropped. So buckets need no zeroing, and a 16-bit gradient
+    lives only for a moment. Gradients are counted, so that a full bucket is known. A step is::
 
-        reducer.zero_grad()
-        for each micro-batch: backward, with reducer.prepare_last_backward() right before the last one
+        reducer.zero_grad(num_microbatches)
+        the forward and backward passes of the micro-batches, in any order
         reducer.finish()
+
+    Afterwards the gradients of ``buffers.buckets`` are sums over all ranks. All data-parallel ranks reduce
+    the same buckets in the same order. With divided gradients and several model chunks that takes it that
+    each pass gives gradients to the same parameters on all of them.
     """
 
-    def __init__(self, buffers: ParameterBuffers, data_group: ProcessGroup, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        buffers: ParameterBuffers,
+        data_group: ProcessGroup,
+        *,
+        overlap: bool,
+        average: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         """Hook onto the parameters of ``buffers``.
 
         Args:
             buffers: this rank's parameters and gradients.
             data_group: ranks that hold the same parameters.
-            overlap: reduce a bucket as soon as the last backward has filled it.
+            overlap: reduce a bucket as soon as it is full, while the backward passes go on.
+            average: divide by the number of ranks in the collective; see :attr:`loss_factor`.
+            reduce_dtype: format that gradients travel and are summed over ranks in; None is their own.
         """
         self._buffers = buffers
         self._group = data_group
-        self._overlap = overlap and data_group.size() > 1
-        self._written: set[Slot] = set()  # what this step has stored so far
-        self._missing: list[set[Slot]] | None = None  # by bucket, once the last backward is armed
-        self._reduced = 0  # buckets whose reduction has started
-        self._handles: list[dist.Work] = []
-        for index, bucket in enumerate(buffers.buckets):
-            for slot in bucket.slots:
-                hook = self._hook(index, bucket, slot)
+        self._overlap = overlap
+        self._average = average
+        self._reduce_dtype = reduce_dtype if data_group.size() > 1 else None
+        self._pool = GradientPool()
+        self._rounds = 0
+        self._under_way: list[Callable[[], None]] = []
+        self._fillings = [Filling(bucket, self._pool) for bucket in buffers.flat_buckets]
+        for index, filling in enumerate(self._fillings):
+            for number, slot in enumerate(filling.bucket.slots):
+                hook = partial(self._arrive, index, number)
                 slot.named.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def zero_grad(self) -> None:
-        """Begin a step: whatever the buckets hold counts as zero from here on."""
-        assert not self._handles, "finish() has not been called since the last backward"
-        self._written.clear()
-        self._missing = None
-        self._reduced = 0
+    @property
+    def loss_factor(self) -> int:
+        """What every loss is to be multiplied by: the number of ranks, where the collective divides by it."""
+        return self._group.size() if self._average else 1
 
-    def prepare_last_backward(self) -> None:
-        """Say that the next backward is this step's last, so that full buckets may be reduced during it."""
-        if self._overlap:
-            self._missing = [set(bucket.slots) for bucket in self._buffers.buckets]
+    @property
+    def _each_microbatch(self) -> bool:
+        """Whether gradients are reduced after every micro-batch, and not once a step."""
+        return self._buffers.strategy == "optim_grads"
+
+    def zero_grad(self, num_microbatches: int) -> None:
+        """Begin a step of so many micro-batches: whatever the buckets hold counts as zero from here on.
+
+        A parameter is complete when it has got one gradient for each micro-batch and each model chunk of this
+        rank that uses it.
+        """
+        assert not self._under_way, "finish() has not been called since the last backward"
+        self._rounds = num_microbatches if self._each_microbatch else 1
+        for filling in self._fillings:
+            filling.begin(num_microbatches, self._rounds)
 
     def finish(self) -> None:
-        """Complete the gradients of this step: afterwards every data-parallel rank holds the same sums.
+        """Complete the gradients of this step: afterwards each own bucket holds the sums over all ranks.
 
         Parameters that got no gradient at all have a zero one.
         """
-        for bucket in self._buffers.buckets[self._reduced :]:
-            for slot in bucket.slots:
-                if slot not in self._written:
-                    slot.view(bucket.gradients).zero_()
-        while self._reduced < len(self._buffers.buckets):
-            self._reduce_next()
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
-        self._missing = None
+        for done in range(self._rounds):
+            for filling in self._fillings:
+                if filling.rounds_done <= done:
+                    self._reduce(filling)
+        self._complete(leave=0)
+        self._pool.clear()
 
-    def _hook(self, index: int, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
-        return partial(self._store, index, slot, slot.view(bucket.gradients))
-
-    def _store(self, index: int, slot: Slot, into: torch.Tensor, parameter: nn.Parameter) -> None:
+    def _arrive(self, index: int, number: int, parameter: nn.Parameter) -> None:
         """Take over a parameter's gradient of one micro-batch."""
         gradient = parameter.grad
         assert gradient is not None
-        if slot in self._written:
-            _add(into, gradient)
-        else:
-            into.copy_(gradient)
-            self._written.add(slot)
+        filling = self._fillings[index]
+        filling.store(number, gradient)
         parameter.grad = None
-        if self._missing is not None:
-            if slot not in self._missing[index]:
-                raise RuntimeError(
-                    f"{slot.named.name} got a second gradient after prepare_last_backward(), when its bucket "
-                    "may already be on its way to other ranks; call it before a step's last backward only"
-                )
-            self._missing[index].remove(slot)
-            self._reduce_full_buckets(self._missing)
+        if filling.full and (self._overlap or self._each_microbatch):
+            self._reduce_full_buckets(index)
 
-    def _reduce_full_buckets(self, missing: list[set[Slot]]) -> None:
-        """Start reducing what is full, in the order of buckets: collectives must match on all ranks."""
-        while self._reduced < len(missing) and not missing[self._reduced]:
-            self._reduce_next()
+    def _reduce_full_buckets(self, index: int) -> None:
+        """Start reducing what is full, from bucket ``index`` on, no bucket ahead of the one before it."""
+        while index < len(self._fillings):
+            filling = self._fillings[index]
+            waits = index > 0 and self._fillings[index - 1].rounds_done <= filling.rounds_done
+            if waits or not filling.full:
+                return
+            self._reduce(filling)
+            index += 1
 
-    def _reduce_next(self) -> None:
-        gradients = self._buffers.buckets[self._reduced].gradients
-        self._reduced += 1
-        if self._group.size() > 1:
-            handle = dist.all_reduce(gradients, group=self._group, async_op=True)
-            assert handle is not None
-            self._handles.append(handle)
+    def _reduce(self, filling: Filling) -> None:
+        """Start to sum a bucket over the ranks; what is left to do then waits in ``_under_way``."""
+        first = filling.rounds_done == 0
+        whole = filling.take()
+        bucket = filling.bucket
+        sent = whole if self._reduce_dtype is None else whole.to(self._reduce_dtype)
+        scale = 1.0
+        if self._buffers.sharded:
+            piece = bucket.own_slice(sent)
+            handle = start_reduce_scatter(piece, sent, self._group)
+            scale = 1.0 / self.loss_factor  # a sum that is scattered is divided where it arrives
+        else:
+            piece = sent
+            handle = start_all_reduce(
+                sent, self._group, dist.ReduceOp.AVG if self._average else dist.ReduceOp.SUM
+            )
 
+        def complete() -> None:
+            handle.wait()
+            own = bucket.own.gradients
+            if not first:
+                own.add_(piece, alpha=scale)
+            else:
+                if piece.data_ptr() != own.data_ptr():
+                    own.copy_(piece)
+                if scale != 1.0:
+                    own.mul_(scale)
+            if self._each_microbatch:
+                self._pool.give(whole)
 
-def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
-    """``into += gradient``, both of one shape, the sum formed in the dtype of ``into``.
+        self._under_way.append(complete)
+        if self._each_microbatch:
+            self._complete(leave=_UNDER_WAY if self._overlap else 0)
 
-    Where the dtypes differ PyTorch makes a wide copy first, so that a large one goes in chunks.
-    """
-    if into.dtype == gradient.dtype or into.numel() <= _CAST_CHUNK:
-        into.add_(gradient)
-        return
-    chunks = zip(
-        torch.split(into.view(-1), _CAST_CHUNK), torch.split(gradient.reshape(-1), _CAST_CHUNK), strict=True
-    )
-    for target, part in chunks:
-        target.add_(part)
+    def _complete(self, leave: int) -> None:
+        """Complete the oldest reductions until ``leave`` are under way."""
+        while len(self._under_way) > leave:
+            self._under_way.pop(0)()

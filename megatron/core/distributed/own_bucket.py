@@ -55,7 +55,7 @@ class OwnBucket:
     """
 
     def __init__(self, weights: torch.Tensor, gradients: torch.Tensor, parts: Sequence[Part]) -> None:
-        assert weights.shape == gradients.shape and weights.dim() == 1
+        assert weights.shape == gradients.shape == (weights.numel(),)
         self.weights = weights
         self.gradients = gradients
         self.parts = tuple(parts)

@@ -1,12 +1,14 @@
-"""Do data-parallel replicas hold the same parameters?"""
+"""Do ranks that should hold the same parameters hold the same?"""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.buffers import ParameterBuffers
+from megatron.core.communication import all_gather, ranks_of
+from megatron.core.distributed.exchange_json import gather_json
+from megatron.core.distributed.own_bucket import ParameterStore
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
@@ -17,30 +19,94 @@ class ReplicaError(RuntimeError):
     """Ranks that should hold the same parameters do not."""
 
 
-def check_replicas(buffers: ParameterBuffers, data_group: ProcessGroup) -> None:
-    """Compare a fingerprint of every parameter over the ranks of ``data_group``; all of them call this.
+def check_replicas(store: ParameterStore, data_group: ProcessGroup, tp_group: ProcessGroup) -> None:
+    """Compare a fingerprint of every parameter over the ranks that hold it; all of them call this together.
 
-    It reads the parameters once and exchanges 8 bytes for each of them.
+    It reads the parameters once, those that tensor-parallel ranks replicate twice, and exchanges 8 bytes for
+    each of them.
+
+    Args:
+        store: this rank's parameters, none of them divided over the data-parallel ranks.
+        data_group: ranks that hold the same parameters.
+        tp_group: ranks that hold some of them alike (norms), or rows of them (keys and values).
 
     Raises:
         ReplicaError: on all ranks of the group alike, naming the first parameter that differs, and where.
     """
-    if data_group.size() == 1:
-        return
-    own = torch.stack([_fingerprint(named.parameter.detach()) for named in buffers.parameters])
-    gathered = torch.empty(data_group.size() * own.numel(), dtype=own.dtype, device=own.device)
-    dist.all_gather_single(gathered, own, group=data_group)
-    rows = gathered.view(data_group.size(), own.numel())
-    differs = rows != rows[0]  # [ranks, parameters]
+    store.wait_for_parameters()
+    # Both checks before either raises: ranks of one group may differ where those of the other do not.
+    problems = (_data_parallel_problem(store, data_group), _tensor_parallel_problem(store, tp_group))
+    for problem in problems:
+        if problem is not None:
+            raise ReplicaError(problem)
+
+
+def _data_parallel_problem(store: ParameterStore, group: ProcessGroup) -> str | None:
+    if group.size() == 1:
+        return None
+    fingerprints = [_fingerprint(named.parameter.detach()) for named in store.parameters]
+    names = [named.name for named in store.parameters]
+    held = torch.ones(group.size(), len(names), dtype=torch.bool, device=store.device)
+    problem = _first_difference(names, torch.stack(fingerprints), held, group)
+    if problem is None:
+        return None
+    return (
+        f"data-parallel replicas differ: {problem}. All replicas must start from the same seed or the same "
+        "checkpoint."
+    )
+
+
+def _tensor_parallel_problem(store: ParameterStore, group: ProcessGroup) -> str | None:
+    """Compare the pieces of parameters that several ranks hold."""
+    if group.size() == 1:
+        return None
+    own = {}
+    for named in store.parameters:
+        for piece in named.facts.pieces:
+            if piece.length:
+                rows = named.parameter.detach().narrow(named.facts.dim, piece.local, piece.length)
+                own[f"{named.name}[{piece.start}:{piece.start + piece.length}]"] = rows
+    held_by = gather_json(list(own), group, store.device)
+    holders = Counter(key for keys in held_by for key in keys)
+    shared = [key for key, count in holders.items() if count > 1]
+    if not shared:
+        return None
+    nothing = torch.zeros((), dtype=torch.int64, device=store.device)
+    fingerprints = [_fingerprint(own[key]) if key in own else nothing for key in shared]
+    sets = [set(keys) for keys in held_by]
+    held = torch.tensor([[key in keys for key in shared] for keys in sets], device=store.device)
+    problem = _first_difference(shared, torch.stack(fingerprints), held, group)
+    if problem is None:
+        return None
+    return (
+        f"tensor-parallel ranks differ in what they hold alike: {problem}. Their random streams or updates "
+        "have come apart; start again from an earlier checkpoint."
+    )
+
+
+def _first_difference(
+    names: Sequence[str], fingerprints: torch.Tensor, held: torch.Tensor, group: ProcessGroup
+) -> str | None:
+    """Where ranks differ in what they hold, in words; None if they do not.
+
+    Args:
+        names: of what is compared.
+        fingerprints: int64 [names], this rank's.
+        held: bool [ranks, names], which rank holds what.
+        group: the ranks.
+    """
+    rows = all_gather(fingerprints, group).view(group.size(), len(names))
+    first_holder = held.int().argmax(dim=0)  # [names]
+    expected = rows.gather(0, first_holder[None])
+    differs = (rows != expected) & held
     if not differs.any():
-        return
+        return None
     number = int(differs.any(dim=0).nonzero()[0])
-    ranks = dist.get_process_group_ranks(data_group)
-    others = [rank for rank, odd in zip(ranks, differs[:, number].tolist(), strict=True) if odd]
-    raise ReplicaError(
-        f"data-parallel replicas differ: {buffers.parameters[number].name} on ranks {others} is not what it "
-        f"is on rank {ranks[0]} ({int(differs.any(dim=0).sum())} of {own.numel()} parameters differ). All "
-        "replicas must start from the same seed or the same checkpoint."
+    ranks = ranks_of(group)
+    odd = [rank for rank, is_odd in zip(ranks, differs[:, number].tolist(), strict=True) if is_odd]
+    return (
+        f"{names[number]} on ranks {odd} is not what it is on rank {ranks[int(first_holder[number])]} "
+        f"({int(differs.any(dim=0).sum())} of {len(names)} parameters differ)"
     )
 
 

@@ -1,152 +1,195 @@
 """Gradients of what several ranks of one model replica hold, each with a part of the sum.
 
-* The tied word embedding: the first stage's table and the last stage's copy of it.
+* Parameters that every tensor-parallel rank holds whole but uses for a part of the work alone: norms and
+  biases under sequence parallelism see the rank's run of the sequence.
 * Key and value rows when there are fewer query groups than tensor-parallel ranks: several ranks hold the same
   rows, and each sees only its own query heads.
+* The tied word embedding: the first stage's table and the last stage's copy of it.
+
+All are summed after the data-parallel reduction, so that of a sharded bucket only the own slice travels: what
+tensor-parallel peers and the two ends of a tied embedding share lies at the same place of their slices.
 """
 
-import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
-from typing import Any
+from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.buffers import ParameterBuffers
-from megatron.core.parameter import NamedParameter, Piece
+from megatron.core.communication import all_reduce
+from megatron.core.distributed.exchange_json import gather_json
+from megatron.core.distributed.own_bucket import ParameterStore, Part, Range
+from megatron.core.parameter import Piece
 
 
 @dataclass(frozen=True)
-class _SharedRows:
-    """Rows of a gradient that other tensor-parallel ranks hold too."""
+class Span:
+    """A run of gradients that other tensor-parallel ranks hold too."""
 
-    gradient: torch.Tensor
-    """Their view, the split dim first."""
+    gradients: torch.Tensor
+    """[k], a view of a bucket's own gradients."""
     start: int
-    """Where they begin in the flat tensor of all shared rows."""
+    """Where the run begins in the flat tensor of all that the group shares."""
 
 
 class SharedGradients:
     """Sums the gradients of parameters, or parts of them, that ranks of one replica hold more than once."""
 
     def __init__(
-        self, buffers: ParameterBuffers, tp_group: ProcessGroup, embedding_group: ProcessGroup | None
+        self, store: ParameterStore, tp_group: ProcessGroup, embedding_group: ProcessGroup | None
     ) -> None:
         """Find out which they are; all ranks of the groups call this together.
 
         Args:
-            buffers: this rank's parameters; tensor-parallel ranks give them in the same order.
+            store: this rank's parameters; tensor-parallel ranks have laid them out alike.
             tp_group: this rank's tensor-parallel group.
             embedding_group: first and last stage, where this rank is on one of two or more; else None.
+
+        Raises:
+            ValueError: if the two stages do not hold the same tied parameters.
         """
         self._tp_group = tp_group
         self._embedding_group = embedding_group
-        gradients = buffers.gradients()
-        self._tied = [] if embedding_group is None else _tied_gradients(buffers, gradients, embedding_group)
-        self._rows, self._rows_size = _shared_rows(buffers, gradients, tp_group)
-        dtypes = [shared.gradient.dtype for shared in self._rows]
-        self._rows_dtype = reduce(torch.promote_types, dtypes, torch.float32)
-        self._device = buffers.device
+        self._device = store.device
+        self._spans, self._size = ([], 0) if tp_group.size() == 1 else _shared_spans(store, tp_group)
+        self._dtype = reduce(
+            torch.promote_types, [span.gradients.dtype for span in self._spans], torch.float32
+        )
+        self._tied = [] if embedding_group is None else _tied_gradients(store, embedding_group)
 
+    @torch.no_grad()
     def sum(self) -> None:
-        """Add up this step's gradients in place, after their reduction over data-parallel ranks."""
-        self._sum_shared_rows()
-        for gradient in self._tied:
-            dist.all_reduce(gradient, group=self._embedding_group)
+        """Add up this step's gradients in place, after their reduction over data-parallel ranks.
 
-    def _sum_shared_rows(self) -> None:
-        """One flat all-reduce over the tensor-parallel group; every rank fills in the rows it holds."""
-        if not self._rows_size:
-            return
-        flat = torch.zeros(self._rows_size, dtype=self._rows_dtype, device=self._device)
-        places = [
-            flat[shared.start : shared.start + shared.gradient.numel()].view(shared.gradient.shape)
-            for shared in self._rows
-        ]
-        for place, shared in zip(places, self._rows, strict=True):
-            place.copy_(shared.gradient)
-        dist.all_reduce(flat, group=self._tp_group)
-        for place, shared in zip(places, self._rows, strict=True):
-            shared.gradient.copy_(place)
+        One flat all-reduce over the tensor-parallel group, and one over the embedding group.
+        """
+        if self._size:
+            # Zero where other ranks alone hold what they share.
+            self._all_reduce(self._spans, self._size, self._dtype, self._tp_group)
+        if self._tied:
+            assert self._embedding_group is not None
+            if len(self._tied) == 1:
+                all_reduce(self._tied[0], self._embedding_group)
+                return
+            starts = accumulate((run.numel() for run in self._tied), initial=0)
+            spans = [Span(run, start) for run, start in zip(self._tied, starts, strict=False)]
+            size = sum(run.numel() for run in self._tied)
+            self._all_reduce(spans, size, self._tied[0].dtype, self._embedding_group)
 
-
-def _tied_gradients(
-    buffers: ParameterBuffers, gradients: dict[str, torch.Tensor], embedding_group: ProcessGroup
-) -> list[torch.Tensor]:
-    """Gradients of the parameters that first and last stage both hold, in the same order on both."""
-    held = {named.name: list(named.parameter.shape) for named in buffers.parameters}
-    first, last = _gather_json(held, embedding_group, buffers.device)
-    names = [name for name in first if name in last]
-    for name in names:
-        if first[name] != last[name]:
-            raise ValueError(
-                f"{name} has shape {first[name]} on the first stage but {last[name]} on the last"
-            )
-    return [gradients[name] for name in names]
+    def _all_reduce(self, spans: Sequence[Span], size: int, dtype: torch.dtype, group: ProcessGroup) -> None:
+        flat = torch.zeros(size, dtype=dtype, device=self._device)
+        places = [flat[span.start : span.start + span.gradients.numel()] for span in spans]
+        gradients = [span.gradients for span in spans]
+        if spans:
+            torch._foreach_copy_(places, gradients)
+        all_reduce(flat, group)
+        if spans:
+            torch._foreach_copy_(gradients, places)
 
 
-def _gather_json(value: Any, group: ProcessGroup, device: torch.device) -> list[Any]:
-    """What each rank of ``group`` passed, in the order of ranks. Plain JSON values only."""
-    message = json.dumps(value).encode()
-    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    sizes[group.rank()] = len(message)
-    dist.all_reduce(sizes, group=group)
-    longest = int(sizes.max())
-    padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
-    gathered = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_single(gathered, padded, group=group)
-    return [json.loads(bytes(part.tolist())) for part in gathered.view(group.size(), longest).cpu()]
+def _tied_gradients(store: ParameterStore, embedding_group: ProcessGroup) -> list[torch.Tensor]:
+    """Own gradients of the parameters that first and last stage both hold, at the same places on both."""
+    held = [[named.name, list(named.parameter.shape)] for named in store.parameters if named.facts.tied]
+    first, last = gather_json(sorted(held), embedding_group, store.device)
+    if first != last:
+        raise ValueError(
+            f"the first stage says that it shares {first} (names and shapes) with the last, which says {last}"
+        )
+    found = []
+    for bucket in store.buckets:
+        tied = [part for part in bucket.parts if part.named.facts.tied]
+        found += [bucket.gradients[start:stop] for start, stop in _runs(tied, bucket.parts)]
+    return found
 
 
-def _shared_rows(
-    buffers: ParameterBuffers, gradients: dict[str, torch.Tensor], tp_group: ProcessGroup
-) -> tuple[list[_SharedRows], int]:
-    """This rank's shared rows, and the number of elements of all shared rows of the group.
+def _runs(chosen: Sequence[Part], parts: Sequence[Part]) -> list[Range]:
+    """Ranges of the ``chosen`` among the ``parts`` of a bucket; neighbours join over the gap between them."""
+    ranges: list[Range] = []
+    wanted = {id(part) for part in chosen}
+    joins = False
+    for part in parts:
+        if id(part) in wanted:
+            start = ranges.pop()[0] if joins else part.offset
+            ranges.append((start, part.end))
+        joins = id(part) in wanted
+    return ranges
 
-    The first holder of a row cannot tell from its own facts that others hold it too, so holders are counted.
-    """
-    suspects = _partly_shared_anywhere(buffers, tp_group)
-    if not suspects:
-        return [], 0
-    holders = torch.zeros(sum(_rows(named) for named in suspects), dtype=torch.int32, device=buffers.device)
-    parts = torch.split(holders, [_rows(named) for named in suspects])
-    for part, named in zip(parts, suspects, strict=True):
-        for piece in named.facts.pieces:
-            part[piece.start : piece.start + piece.length] += 1
-    dist.all_reduce(holders, group=tp_group)
-    found: list[_SharedRows] = []
+
+def _shared_spans(store: ParameterStore, tp_group: ProcessGroup) -> tuple[list[Span], int]:
+    """This rank's spans, and the number of elements of all spans of the group."""
+    own = {
+        named.name: [[piece.local, piece.start, piece.length, piece.primary] for piece in named.facts.pieces]
+        for named in store.parameters
+    }
+    of_ranks = gather_json(own, tp_group, store.device)
+    spans: list[Span] = []
     size = 0
-    for part, named in zip(parts, suspects, strict=True):
-        shared = (part > 1).tolist()
-        shape, dim = named.parameter.shape, named.facts.dim
-        row_size = shape[:dim].numel() * shape[dim + 1 :].numel()
-        gradient = gradients[named.name].movedim(dim, 0)
-        for local, start, length in (run for piece in named.facts.pieces for run in _runs(piece, shared)):
-            offset = size + sum(shared[:start]) * row_size
-            found.append(_SharedRows(gradient[local : local + length], offset))
-        size += sum(shared) * row_size
-    return found, size
+    for bucket in store.buckets:
+        partial = [part for part in bucket.parts if part.named.facts.partial_over_tp]
+        for start, stop in _runs(partial, bucket.parts):
+            spans.append(Span(bucket.gradients[start:stop], size))
+            size += stop - start
+        for part in bucket.parts:
+            if not part.named.facts.partial_over_tp:
+                pieces = [[Piece(*row) for row in rows[part.named.name]] for rows in of_ranks]
+                found, part_size = shared_elements(part, pieces, tp_group.rank())
+                spans += [Span(bucket.gradients[start:stop], size + place) for (start, stop), place in found]
+                size += part_size
+    return spans, size
 
 
-def _partly_shared_anywhere(buffers: ParameterBuffers, tp_group: ProcessGroup) -> list[NamedParameter]:
-    """The parameters of which some rank holds a part that it does not count. The same on all ranks."""
-    if tp_group.size() == 1:
-        return []
-    flags = torch.tensor([named.facts.partly_shared for named in buffers.parameters], dtype=torch.int32)
-    flags = flags.to(buffers.device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=tp_group)
-    return [named for named, flag in zip(buffers.parameters, flags.tolist(), strict=True) if flag]
+def shared_elements(
+    part: Part, pieces: Sequence[Sequence[Piece]], rank: int
+) -> tuple[list[tuple[Range, int]], int]:
+    """Elements of a split parameter's part that other tensor-parallel ranks hold too.
+
+    Args:
+        part: a run of the parameter, the same run of every rank's local tensor.
+        pieces: what each rank holds of the parameter.
+        rank: this one.
+
+    Returns:
+        Ranges in the bucket's flat tensors, each with its place among all shared elements of the part in the
+        group; and the number of those.
+    """
+    facts = part.named.facts
+    rows = facts.global_shape[facts.dim]
+    if not any(
+        sum(piece.length for piece in held) < rows and not all(piece.primary for piece in held)
+        for held in pieces
+    ):
+        return [], 0
+    runs = [list(_global_runs(part, held)) for held in pieces]
+    edges = sorted(
+        edge for held in runs for first, length, _ in held for edge in ((first, 1), (first + length, -1))
+    )
+    shared: list[Range] = []
+    holders = 0
+    for (first, step), (stop, _) in zip(edges, [*edges[1:], (0, 0)], strict=True):
+        holders += step
+        if holders > 1 and first < stop:
+            shared.append((first, stop))
+    places = list(accumulate((stop - start for start, stop in shared), initial=0))
+    found = []
+    for first, length, offset in runs[rank]:
+        for (start, stop), place in zip(shared, places, strict=False):
+            low, high = max(first, start), min(first + length, stop)
+            if low < high:
+                found.append(((offset + low - first, offset + high - first), place + low - start))
+    return found, places[-1]
 
 
-def _rows(named: NamedParameter) -> int:
-    return named.facts.global_shape[named.facts.dim]
-
-
-def _runs(piece: Piece, shared: list[bool]) -> list[tuple[int, int, int]]:
-    """The shared runs of a piece: (first local row, first row in the whole tensor, rows)."""
-    rows = range(piece.start, piece.start + piece.length)
-    runs = [list(run) for is_shared, run in groupby(rows, key=shared.__getitem__) if is_shared]
-    return [(piece.local + run[0] - piece.start, run[0], len(run)) for run in runs]
+def _global_runs(part: Part, pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
+    """Contiguous elements of a part: first one in the flattened whole tensor, number, offset in bucket."""
+    facts, shape = part.named.facts, part.named.parameter.shape
+    dim = facts.dim
+    inner = shape[dim + 1 :].numel()
+    for outer in range(shape[:dim].numel()):
+        for piece in pieces:
+            base = (outer * shape[dim] + piece.local) * inner
+            start, stop = max(base, part.start), min(base + piece.length * inner, part.stop)
+            if start < stop:
+                first = (outer * facts.global_shape[dim] + piece.start) * inner + start - base
+                yield first, stop - start, part.offset + start - part.start

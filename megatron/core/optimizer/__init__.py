@@ -8,6 +8,7 @@ from megatron.core.optimizer.schedule import (
     build_schedule,
     resume_schedule,
 )
+from megatron.core.optimizer.state import StatePart, sharded_states
 
 __all__ = [
     "ConstantScaler",
@@ -17,7 +18,9 @@ __all__ = [
     "Optimizer",
     "ParameterSchedule",
     "ScheduleLengths",
+    "StatePart",
     "StepResult",
     "build_schedule",
     "resume_schedule",
+    "sharded_states",
 ]

@@ -1,14 +1,15 @@
 """Norms over the whole model: every true element counted once, whatever the layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.buffers import ParameterBuffers, Range
+from megatron.core.communication import all_reduce
+from megatron.core.distributed.own_bucket import ParameterStore, Range
 
 _ROW = 4096
 
@@ -40,7 +41,7 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
 
 
 def measure_gradients(
-    buffers: ParameterBuffers,
+    store: ParameterStore,
     model_group: ProcessGroup,
     data_group: ProcessGroup,
     *,
@@ -53,16 +54,17 @@ def measure_gradients(
     but a NaN or infinity in them does count as one.
 
     Args:
-        buffers: this rank's parameters and reduced gradients.
+        store: this rank's parameters and reduced gradients.
         model_group: ranks that hold one replica of the model together: they add up their parts.
-        data_group: ranks that hold the same parameters: they agree on what is finite.
+        data_group: ranks that hold the same parameters: they add up their slices if those are disjoint, and
+            else agree on what is finite.
         loss_scale: what the gradients are still multiplied by.
         count_zeros: also count zeros.
     """
-    device = buffers.device
+    device = store.device
     counted, uncounted = torch.zeros(2, dtype=torch.float64, device=device)
     zeros = torch.zeros((), dtype=torch.float64, device=device)
-    for bucket in buffers.buckets:
+    for bucket in store.buckets:
         for part in _parts(bucket.gradients, bucket.counted_ranges):
             counted = counted + sum_of_squares(part)
             if count_zeros:
@@ -72,8 +74,11 @@ def measure_gradients(
         zeros = zeros + bucket.counted_size
     unusable = (~(counted + uncounted).isfinite()).to(torch.float64)
     totals = torch.stack([counted, zeros, unusable])
-    _all_reduce(totals, dist.ReduceOp.SUM, model_group)
-    _all_reduce(totals[2:], dist.ReduceOp.MAX, data_group)
+    all_reduce(totals, model_group)
+    if store.sharded:
+        all_reduce(totals, data_group)
+    else:
+        all_reduce(totals[2:], data_group, dist.ReduceOp.MAX)
     square, num_zeros, num_unusable = totals.tolist()
     norm = math.sqrt(square) / loss_scale if square >= 0 else math.nan
     return GradientStatistics(
@@ -84,20 +89,26 @@ def measure_gradients(
 
 
 def parameters_norm(
-    buffers: ParameterBuffers, weights: list[torch.Tensor], model_group: ProcessGroup
+    store: ParameterStore,
+    weights: Sequence[torch.Tensor],
+    model_group: ProcessGroup,
+    data_group: ProcessGroup,
 ) -> float:
     """L2 norm of all weights of the model, each true element counted once.
 
     Args:
-        buffers: this rank's parameters.
+        store: this rank's parameters.
         weights: a flat tensor for each bucket, such as the float32 main weights.
         model_group: ranks that hold one replica of the model together.
+        data_group: ranks that hold the same parameters, or disjoint slices of them.
     """
-    total = torch.zeros(1, dtype=torch.float64, device=buffers.device)
-    for bucket, flat in zip(buffers.buckets, weights, strict=True):
+    total = torch.zeros(1, dtype=torch.float64, device=store.device)
+    for bucket, flat in zip(store.buckets, weights, strict=True):
         for part in _parts(flat, bucket.counted_ranges):
             total += sum_of_squares(part)
-    _all_reduce(total, dist.ReduceOp.SUM, model_group)
+    all_reduce(total, model_group)
+    if store.sharded:
+        all_reduce(total, data_group)
     return math.sqrt(total.item())
 
 
@@ -106,11 +117,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
-def _parts(flat: torch.Tensor, ranges: list[Range]) -> Iterator[torch.Tensor]:
+def _parts(flat: torch.Tensor, ranges: Sequence[Range]) -> Iterator[torch.Tensor]:
     for start, stop in ranges:
         yield flat[start:stop]
-
-
-def _all_reduce(tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType", group: ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)

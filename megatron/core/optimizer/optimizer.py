@@ -1,6 +1,7 @@
 """One update of this rank's parameters: measure, unscale, clip, apply, and write the result to the model.
 
-All of it works on the flat buckets of :class:`ParameterBuffers`, a few operations for each.
+All of it works on the flat own buckets of a :class:`ParameterStore`, a few operations for each: all that the
+rank holds, or the slice that it has to update of what the data-parallel ranks divide among them.
 """
 
 import math
@@ -8,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.communication import all_gather, ranks_of
 from megatron.core.config import OptimizerConfig, PrecisionConfig
-from megatron.core.distributed.buffers import Bucket, ParameterBuffers
+from megatron.core.distributed.own_bucket import OwnBucket, ParameterStore
 from megatron.core.optimizer.grad_norm import (
     GradientStatistics,
     clip_coefficient,
@@ -20,8 +21,8 @@ from megatron.core.optimizer.grad_norm import (
     parameters_norm,
 )
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
+from megatron.core.optimizer.state import StatePart
 from megatron.core.optimizer.update_rules import FlatState, build_update_rule
-from megatron.core.parameter import NamedParameter
 
 _NAME_BYTES = 256
 
@@ -47,9 +48,9 @@ class StepResult:
 
 
 class _BucketState:
-    """Main weights and moments of one bucket."""
+    """Main weights and moments of one bucket: of the slice that this rank updates."""
 
-    def __init__(self, bucket: Bucket, moment_names: tuple[str, ...]) -> None:
+    def __init__(self, bucket: OwnBucket, moment_names: tuple[str, ...]) -> None:
         self.bucket = bucket
         # A float32 or float64 model is its own main copy.
         self.separate = bucket.weights.dtype != bucket.gradients.dtype
@@ -69,11 +70,11 @@ class _BucketState:
 
 
 class Optimizer:
-    """Float32 main weights, moments, loss scale and the update rule of this rank's parameters."""
+    """Float32 main weights, moments, loss scale and the update rule of what this rank updates."""
 
     def __init__(
         self,
-        buffers: ParameterBuffers,
+        store: ParameterStore,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
@@ -83,19 +84,19 @@ class Optimizer:
         """Make main weights from the model's weights as they are now, and zero moments.
 
         Args:
-            buffers: this rank's parameters and gradients.
+            store: this rank's parameters and gradients.
             config: rule and clipping.
             precision: loss scaling.
             model_group: ranks that hold one replica of the model together (tensor and pipeline parallel).
-            data_group: ranks that hold the same parameters.
+            data_group: ranks that hold the same parameters, or disjoint slices of them.
         """
-        self._buffers = buffers
+        self._store = store
         self._config = config
         self._model_group = model_group
         self._data_group = data_group
         self._rule = build_update_rule(config)
         self._scaler = build_grad_scaler(precision)
-        self._buckets = [_BucketState(bucket, self._rule.moment_names) for bucket in buffers.buckets]
+        self._buckets = [_BucketState(bucket, self._rule.moment_names) for bucket in store.buckets]
         self._decay_runs = [run for state in self._buckets for run in state.runs(True)]
         self._plain_runs = [run for state in self._buckets for run in state.runs(False)]
         self._steps = 0
@@ -128,7 +129,7 @@ class Optimizer:
         """
         scale = self.loss_scale
         statistics = measure_gradients(
-            self._buffers,
+            self._store,
             self._model_group,
             self._data_group,
             loss_scale=scale,
@@ -153,7 +154,7 @@ class Optimizer:
 
     def _update(self, coefficient: float, learning_rate: float, weight_decay: float) -> None:
         if coefficient != 1:
-            for bucket in self._buffers.buckets:
+            for bucket in self._store.buckets:
                 bucket.gradients.mul_(coefficient)
         for runs, decay in ((self._decay_runs, weight_decay), (self._plain_runs, 0.0)):
             if runs:
@@ -176,47 +177,55 @@ class Optimizer:
         return message
 
     def _first_non_finite(self) -> str:
-        """The first parameter with such a gradient, on the first rank of this replica that has one."""
-        gradients = self._buffers.gradients()
-        names = (named.name for named in self._buffers.parameters)
-        own = next((name for name in names if not gradients[name].isfinite().all()), "")
-        packed = bytearray(own.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
-        message = torch.frombuffer(packed, dtype=torch.uint8).to(self._buffers.device)
-        gathered = message.new_empty(self._model_group.size() * _NAME_BYTES)
-        dist.all_gather_single(gathered, message, group=self._model_group)
-        rows = gathered.view(-1, _NAME_BYTES).tolist()
-        found = [bytes(row).decode(errors="replace").strip() for row in rows]
-        ranks = dist.get_process_group_ranks(self._model_group)
-        for rank, name in zip(ranks, found, strict=True):
-            if name:
-                return f"first in {name} on rank {rank}"
-        return "in another replica"
+        """The first parameter with such a gradient, on the first rank that has one of those that share it."""
+        bad = {
+            part.named.name
+            for bucket in self._store.buckets
+            for part in bucket.parts
+            if not part.view(bucket.gradients).isfinite().all()
+        }
+        name = next((named.name for named in self._store.parameters if named.name in bad), None)
+        rank = ranks_of(self._model_group)[self._model_group.rank()]
+        own = f"first in {name[-_NAME_BYTES:]} on rank {rank}" if name is not None else ""
+        packed = bytearray(own.encode().ljust(2 * _NAME_BYTES))
+        found = all_gather(
+            torch.frombuffer(packed, dtype=torch.uint8).to(self._store.device), self._model_group
+        )
+        if self._store.sharded:
+            found = all_gather(found, self._data_group)
+        messages = [bytes(row).decode().strip() for row in found.view(-1, len(packed)).tolist()]
+        return next(filter(None, messages), "in another replica")
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """Copy the main weights to the model, rounded to its dtype; call it after loading main weights."""
+        """Write the main weights to the model, rounded to its dtype; call it after loading main weights.
+
+        All ranks of the data group call it together. It publishes them too (:class:`ParameterStore`).
+        """
         for state in self._buckets:
             if state.separate:
                 state.bucket.weights.copy_(state.main)
+        self._store.publish()
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """L2 norm of the whole model's main weights; all ranks of the model group call it together."""
-        return parameters_norm(self._buffers, [state.main for state in self._buckets], self._model_group)
+        """L2 norm of the whole model's main weights; all ranks call it together."""
+        weights = [state.main for state in self._buckets]
+        return parameters_norm(self._store, weights, self._model_group, self._data_group)
 
-    def state_tensors(self) -> dict[str, list[tuple[NamedParameter, torch.Tensor]]]:
-        """Views of all optimizer tensors, each in its parameter's local shape: to save them, or to load into.
+    def state_tensors(self) -> dict[str, list[StatePart]]:
+        """Views of all optimizer tensors that this rank updates: to save them, or to load into.
 
         Keys are the rule's moments (``exp_avg`` and ``exp_avg_sq``, or ``momentum``) and, where
         :attr:`has_main_weights`, ``main``; a float32 or float64 model's own weights are its main weights.
         """
         names = [*(["main"] if self.has_main_weights else []), *self._rule.moment_names]
-        found: dict[str, list[tuple[NamedParameter, torch.Tensor]]] = {name: [] for name in names}
+        found: dict[str, list[StatePart]] = {name: [] for name in names}
         for state in self._buckets:
-            for slot in state.bucket.slots:
-                for name in names:
-                    flat = state.main if name == "main" else state.moments[name]
-                    found[name].append((slot.named, slot.view(flat)))
+            for name in names:
+                flat = state.main if name == "main" else state.moments[name]
+                parts = state.bucket.parts
+                found[name] += [StatePart(part.named, part.view(flat), part.start) for part in parts]
         return found
 
     def state_dict(self) -> dict[str, Any]:

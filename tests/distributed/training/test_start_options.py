@@ -18,10 +18,10 @@ STOPPED = ["--exit-interval", "4"]
 def state_of(run: Run) -> dict[str, Any]:
     """Where a run stands before its first iteration."""
     moments = [
-        tensor.abs().max().item()
-        for kind, entries in run.optimizer.state_tensors().items()
+        part.values.abs().max().item()
+        for kind, parts in run.optimizer.state_tensors().items()
         if kind != "main"
-        for _, tensor in entries
+        for part in parts
     ]
     return {
         "iteration": run.progress.iteration,

@@ -38,7 +38,7 @@ class Engine:
         self.optimizer = Optimizer(self.buffers, config, precision, **groups)
 
     def backward(self, salt: int) -> None:
-        self.reducer.zero_grad()
+        self.reducer.zero_grad(1)
         loss = self.probe.loss(salt) / self.state.data_group.size()
         (loss * self.optimizer.loss_scale).backward()
         self.reducer.finish()
@@ -174,10 +174,8 @@ def data_parallel_training(overlap: bool, micro_batches: int) -> tuple[list[floa
     for step in range(5):
         rows = (torch.arange(40, dtype=torch.float64).view(8, 5) + step).sin()
         mine = rows.chunk(state.data_group.size())[state.data_group.rank()]
-        reducer.zero_grad()
-        for number, part in enumerate(mine.chunk(micro_batches)):
-            if number == micro_batches - 1:
-                reducer.prepare_last_backward()
+        reducer.zero_grad(micro_batches)
+        for part in mine.chunk(micro_batches):
             (model(part).square().sum() / 8).backward()
         reducer.finish()
         norms.append(optimizer.step(0.01, 0.1).grad_norm)

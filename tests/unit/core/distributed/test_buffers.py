@@ -28,10 +28,10 @@ def test_parameters_keep_their_values_and_become_views():
         assert parameter.untyped_storage().data_ptr() == bucket.weights.untyped_storage().data_ptr()
     bucket.weights.zero_()
     assert not model.first.any()
-    assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
+    assert all(part.offset % ALIGNMENT == 0 for part in bucket.parts)
     # 35 -> 64, 35 -> 64, 7 -> 64 elements; matrices (with weight decay) before the bias.
     assert bucket.weights.numel() == 192
-    assert [slot.named.name for slot in bucket.slots] == ["second", "first", "bias"]
+    assert [part.named.name for part in bucket.parts] == ["second", "first", "bias"]
     assert bucket.decay_ranges(True) == [(0, 64 + 35)]
     assert bucket.decay_ranges(False) == [(128, 135)]
 
@@ -53,7 +53,7 @@ def test_gradients_are_at_least_float32(dtype: torch.dtype, gradient: torch.dtyp
 def test_buckets_follow_the_backward_pass():
     model = TwoLayers(torch.float32)
     buffers = ParameterBuffers(parameters(model), bucket_size=36)
-    names = [[slot.named.name for slot in bucket.slots] for bucket in buffers.buckets]
+    names = [[part.named.name for part in bucket.parts] for bucket in buffers.buckets]
     assert names == [["second", "bias"], ["first"]]
     assert [entry.name for entry in buffers.parameters] == ["first", "bias", "second"]
 
@@ -88,8 +88,8 @@ def test_counted_elements_are_the_primary_pieces():
         "replica": [0] * 5,
         "bias": [1] * 5,
     }
-    for slot in bucket.slots:
-        assert slot.view(counted).flatten().int().tolist() == expected[slot.named.name], slot.named.name
+    for part in bucket.parts:
+        assert part.view(counted).int().tolist() == expected[part.named.name], part.named.name
     assert bucket.counted_size == sum(sum(values) for values in expected.values())
     rest = torch.ones_like(counted)
     for start, stop in bucket.uncounted_ranges:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.distributed import GradientReducer, ParameterBuffers, data_parallel
+from megatron.core.distributed import GradientReducer, ParameterBuffers, filling
 from tests.unit.core.distributed.toy import TwoLayers, parameters, solo_group
 
 
@@ -18,7 +18,7 @@ def test_micro_batches_add_up_to_the_whole_batch():
             buffers = ParameterBuffers(parameters(model), bucket_size=30)
             reducer = GradientReducer(buffers, group, overlap=True)
             for _ in range(2):  # the second step must not see the first
-                reducer.zero_grad()
+                reducer.zero_grad(8 // size)
                 for part in x.split(size):
                     (model(part).square().sum() / 8).backward()
                 reducer.finish()
@@ -32,11 +32,12 @@ def test_micro_batches_add_up_to_the_whole_batch():
 @pytest.mark.parametrize("chunk", [4, 1 << 20])
 def test_bfloat16_gradients_add_up_in_float32(chunk: int, monkeypatch: pytest.MonkeyPatch):
     """256 gradients of 1e-3: a bfloat16 sum would stop at 0.25 (0.25 + 0.001 rounds to 0.25)."""
-    monkeypatch.setattr(data_parallel, "_CAST_CHUNK", chunk)
+    monkeypatch.setattr(filling, "_CAST_CHUNK", chunk)
     with solo_group() as group:
         model = TwoLayers(torch.bfloat16)
         buffers = ParameterBuffers(parameters(model), bucket_size=None)
         reducer = GradientReducer(buffers, group, overlap=False)
+        reducer.zero_grad(256)
         for _ in range(256):
             (model.first * 1e-3).sum().backward()
         reducer.finish()
@@ -52,10 +53,11 @@ def test_a_parameter_without_gradient_has_a_zero_one():
         model = TwoLayers(torch.float32)
         buffers = ParameterBuffers(parameters(model), bucket_size=None)
         reducer = GradientReducer(buffers, group, overlap=False)
+        reducer.zero_grad(1)
         model(torch.ones(1, 5)).sum().backward()
         reducer.finish()
         assert buffers.gradients()["first"].any()
-        reducer.zero_grad()
+        reducer.zero_grad(1)
         model.bias.sum().backward()
         reducer.finish()
         assert not buffers.gradients()["first"].any()
@@ -67,6 +69,7 @@ def test_a_parameter_used_twice_gets_both_gradients_once():
         model = TwoLayers(torch.float32)
         buffers = ParameterBuffers(parameters(model), bucket_size=None)
         reducer = GradientReducer(buffers, group, overlap=False)
+        reducer.zero_grad(1)
         (3 * model.bias.sum() + 4 * model.bias.sum()).backward()
         reducer.finish()
         assert buffers.gradients()["bias"].tolist() == [7.0] * 7

@@ -115,9 +115,9 @@ class Probe(nn.Module):
         if len(shape) == 1 and name != "qkv.bias":
             facts = replicated_facts(tuple(shape), self.tp_rank, init_fill=1.0)
         else:
-            facts = ParameterFacts(
-                SHAPES[name], dim, pieces, 0.02, 0.0, len(shape) > 1, name if path != name else None
-            )
+            copy_of = name if path != name else None
+            tied = name == "embedding.weight" and self.embedding_has_copy
+            facts = ParameterFacts(SHAPES[name], dim, pieces, 0.02, 0.0, len(shape) > 1, copy_of, tied)
         parameter = make_parameter(tuple(shape), facts, Placement(dtype, torch.device("cpu")))
         parameter.data.copy_(self.local(whole(name, 1), facts, tuple(shape)))
         module_name, _, leaf = path.partition(".")

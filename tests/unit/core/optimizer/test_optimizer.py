@@ -34,7 +34,7 @@ class Engine:
         self.optimizer = Optimizer(self.buffers, config, precision, model_group=group, data_group=group)
 
     def backward(self, x: torch.Tensor) -> None:
-        self.reducer.zero_grad()
+        self.reducer.zero_grad(1)
         loss = self.model(x.to(self.model.first.dtype)).to(torch.float64).square().mean()
         (loss * self.optimizer.loss_scale).backward()
         self.reducer.finish()
@@ -81,11 +81,15 @@ def test_bfloat16_model_follows_its_float32_main_weights():
         engine = Engine(group, torch.bfloat16, replace(ADAM, clip_grad=0.0))
         start = engine.model.first.detach().float()
         for _ in range(100):
-            engine.reducer.zero_grad()
+            engine.reducer.zero_grad(1)
             engine.model.first.sum().backward()
             engine.reducer.finish()
             engine.optimizer.step(1e-4, 0.0)
-        moved = {n.name: t for n, t in engine.optimizer.state_tensors()["main"]}["first"]
+        (moved,) = [
+            part.values.view(part.named.parameter.shape)
+            for part in engine.optimizer.state_tensors()["main"]
+            if part.named.name == "first"
+        ]
         assert moved.dtype == torch.float32
         # Adam with a constant gradient moves by the learning rate each step; each rounds by at most half a
         # unit in the last place of numbers below 4.
@@ -97,7 +101,7 @@ def test_bfloat16_model_follows_its_float32_main_weights():
 def test_zeros_are_counted_without_gaps():
     with solo_group() as group:
         engine = Engine(group)
-        engine.reducer.zero_grad()
+        engine.reducer.zero_grad(1)
         (engine.model.first[0, :2].sum() + engine.model.bias.sum()).backward()
         engine.reducer.finish()
         # first: 35 elements, 2 with gradient; bias: 7, all; second: 35, none.
@@ -111,7 +115,7 @@ def test_a_batch_without_any_counted_token_changes_nothing_but_by_decay():
     with solo_group() as group:
         engine = Engine(group)
         before = engine.weights()
-        engine.reducer.zero_grad()
+        engine.reducer.zero_grad(1)
         (engine.model(torch.ones(2, 5, dtype=torch.float64)) * 0.0).sum().backward()
         engine.reducer.finish()
         result = engine.optimizer.step(0.5, 0.1)
@@ -181,11 +185,11 @@ def test_saved_state_resumes_bit_for_bit(dtype: torch.dtype):
         saved, target = straight.optimizer.state_tensors(), resumed.optimizer.state_tensors()
         assert saved.keys() == target.keys() == expected
         for kind, entries in saved.items():
-            for (source, tensor), (sink, into) in zip(entries, target[kind], strict=True):
-                assert source.name == sink.name
-                assert tensor.shape == source.parameter.shape
-                assert tensor.dtype == torch.float32
-                into.copy_(tensor)
+            for source, sink in zip(entries, target[kind], strict=True):
+                assert source.named.name == sink.named.name
+                assert (source.start, source.values.numel()) == (0, source.named.parameter.numel())
+                assert source.values.dtype == torch.float32
+                sink.values.copy_(source.values)
         if dtype == torch.float32:
             resumed.model.load_state_dict(straight.model.state_dict())
         resumed.optimizer.load_state_dict(json.loads(json.dumps(straight.optimizer.state_dict())))
@@ -230,7 +234,7 @@ def test_model_state_bytes_per_parameter(dtype: torch.dtype, expected: int):
         buffers = ParameterBuffers(parameters(model), bucket_size=None)
         config, precision = OptimizerConfig(), PrecisionConfig()
         optimizer = Optimizer(buffers, config, precision, model_group=group, data_group=group)
-        tensors = [tensor for entries in optimizer.state_tensors().values() for _, tensor in entries]
+        tensors = [part.values for parts in optimizer.state_tensors().values() for part in parts]
         tensors += [*model.parameters(), *buffers.gradients().values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         assert sum(storages.values()) == expected * (2 * 64 * 64 + 64)
