@@ -11,9 +11,10 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from tests.distributed.core.models.collectives import recorded_collectives
 from tests.harness import make_state, run_ranks
 
-S, B, H = 3, 2, 6
+S, B, H = 4, 2, 6
 CASES = [(1.0, 0.0), (1.0, 0.1), (1000.0, 0.0), (1000.0, 0.1)]
 """What the hidden states are multiplied by, and the label smoothing."""
 
@@ -23,7 +24,7 @@ def _example(vocab_size):
     hidden = torch.randn(S, B, H, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocab_size, H, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, vocab_size, (S, B), generator=generator)
-    token_weights = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.0, 2.0]], dtype=torch.float64)
+    token_weights = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
     return hidden, weight, labels, token_weights
 
 
@@ -79,8 +80,9 @@ def _from_hidden(vocab_size, padded_size):
     return shard, found
 
 
-def _dense(vocab_size, scale, smoothing):
+def _dense(vocab_size, scale, smoothing, mask=None):
     hidden, weight, labels, token_weights = _example(vocab_size)
+    token_weights = token_weights if mask is None else mask
     hidden = (hidden * scale).requires_grad_()
     weight.requires_grad_()
     logits = F.linear(hidden, weight)
@@ -124,6 +126,55 @@ def test_loss_fused_with_a_split_output_layer_is_the_dense_loss(vocab_size, padd
             torch.testing.assert_close(hidden_gradient, grad_hidden, rtol=1e-10, atol=1e-11)
             torch.testing.assert_close(gradient[: shard.valid], grad_weight[own], rtol=1e-10, atol=1e-10)
             assert gradient[shard.valid :].eq(0).all()
+
+
+def _from_shards(vocab_size, padded_size):
+    """With a part of the sequence on each rank; masks that leave tokens out, none, and all but one block."""
+    module = importlib.import_module("megatron.core.tensor_parallel.linear_cross_entropy")
+    tp = dist.get_world_size()
+    module.BLOCK_BYTES = 3 * padded_size * 8 // tp  # blocks of at most three tokens
+    group = make_state(tp=tp).group("tp")
+    shard = VocabShard.of(vocab_size, padded_size, group)
+    found = []
+    for scale, smoothing in CASES:
+        hidden, weight, labels, token_weights = _example(vocab_size)
+        for mask in (token_weights, None, torch.zeros_like(token_weights)):
+            own_hidden = (hidden * scale).chunk(tp)[group.rank()].clone().requires_grad_()
+            own = _padded(weight, padded_size)[shard.first :][: shard.rows].clone().requires_grad_()
+            with recorded_collectives() as seen:
+                total, losses = linear_cross_entropy(
+                    own_hidden,
+                    own,
+                    labels,
+                    group,
+                    shard,
+                    token_weights=mask,
+                    label_smoothing=smoothing,
+                    sequence_parallel=True,
+                )
+                total.mul(3).backward()
+            names = [collective.name for collective in seen if collective.name != "all_reduce"]
+            found.append((total.detach(), losses, own_hidden.grad, own.grad, names))
+    return shard, found
+
+
+@pytest.mark.parametrize(("vocab_size", "padded_size", "tp"), [(101, 102, 2), (101, 512, 4)])
+def test_loss_of_a_split_sequence_is_the_dense_loss(vocab_size, padded_size, tp):
+    token_weights = _example(vocab_size)[3]
+    masks = (token_weights, torch.ones_like(token_weights), torch.zeros_like(token_weights))
+    dense = [(_dense(vocab_size, *case, mask), mask) for case in CASES for mask in masks]
+    for rank, (shard, found) in enumerate(run_ranks(tp, _from_shards, vocab_size, padded_size)):
+        own = slice(shard.first, shard.first + shard.valid)
+        for ((expected, _, grad_hidden, grad_weight), mask), result in zip(dense, found, strict=True):
+            total, losses, hidden_gradient, gradient, names = result
+            torch.testing.assert_close(total, (expected * mask).sum(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(losses, expected * (mask != 0), rtol=1e-12, atol=1e-12)
+            part = grad_hidden.chunk(tp)[rank]
+            torch.testing.assert_close(hidden_gradient, 3 * part, rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(gradient[: shard.valid], 3 * grad_weight[own], rtol=1e-10, atol=1e-10)
+            assert gradient[shard.valid :].eq(0).all()
+            # However many blocks there are; with no token that counts there is no gradient to send.
+            assert names == ["all_gather_single", "reduce_scatter_single"][: 2 if mask.any() else 1]
 
 
 def _gathered():

@@ -3,8 +3,10 @@ import torch
 
 from megatron.core.tensor_parallel import (
     copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
 from tests.harness import make_state, run_ranks
@@ -19,6 +21,8 @@ def _operator(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     source = WHOLE * (rank + 1)
     if name == "gather":
         source = WHOLE[:, :, 2 * rank : 2 * rank + 2].clone()
+    if name == "gather_sequence":
+        source = WHOLE[rank : rank + 1].clone()
     source.requires_grad_()
     x = source * 1.0
     output = {
@@ -26,6 +30,8 @@ def _operator(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         "reduce": lambda: reduce_from_tensor_parallel_region(x, group),
         "gather": lambda: gather_from_tensor_parallel_region(x, group, -1),
         "scatter": lambda: scatter_to_tensor_parallel_region(x, group, 2),
+        "gather_sequence": lambda: gather_from_sequence_parallel_region(x, group),
+        "reduce_scatter": lambda: reduce_scatter_to_sequence_parallel_region(x, group),
     }[name]()
     upstream = torch.arange(output.numel(), dtype=torch.float64).view(output.shape) + 10 * (rank + 1)
     output.backward(upstream)
@@ -62,6 +68,22 @@ def test_scatter_keeps_its_own_and_joins_gradients():
     assert torch.equal(out1, 2 * WHOLE[:, :, 2:])
     assert torch.equal(grad0, torch.cat([up0, up1], dim=-1))
     assert torch.equal(grad1, torch.cat([up0, up1], dim=-1))
+
+
+def test_gathering_a_sequence_joins_it_and_sums_and_splits_gradients():
+    (out0, up0, grad0), (out1, up1, grad1) = run_ranks(2, _operator, "gather_sequence")
+    assert torch.equal(out0, WHOLE)
+    assert torch.equal(out1, WHOLE)
+    assert torch.equal(grad0, (up0 + up1)[:1])
+    assert torch.equal(grad1, (up0 + up1)[1:])
+
+
+def test_reduce_scatter_sums_and_splits_a_sequence_and_joins_gradients():
+    (out0, up0, grad0), (out1, up1, grad1) = run_ranks(2, _operator, "reduce_scatter")
+    assert torch.equal(out0, 3 * WHOLE[:1])
+    assert torch.equal(out1, 3 * WHOLE[1:])
+    assert torch.equal(grad0, torch.cat([up0, up1]))
+    assert torch.equal(grad1, torch.cat([up0, up1]))
 
 
 def _shared_gradient() -> bool:

@@ -69,10 +69,17 @@ def build(
     placement: Placement = FLOAT64,
     stage: ModelStage | None = None,
     parallel: ModelParallel | None = None,
+    word_embeddings: torch.nn.Parameter | None = None,
 ) -> GPTModel:
     """A model filled from seed 5, its biases and norms moved off zero and one (the same in every layout)."""
     parallel = over() if parallel is None else parallel
-    model = GPTModel(config, stage or whole_stage(config), parallel=parallel, placement=placement)
+    model = GPTModel(
+        config,
+        stage or whole_stage(config),
+        parallel=parallel,
+        placement=placement,
+        word_embeddings=word_embeddings,
+    )
     initialize_parameters(model, seed=5)
     with torch.no_grad():
         for named in named_parameters(model):

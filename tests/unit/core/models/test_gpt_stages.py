@@ -16,6 +16,16 @@ def _two_stages(config):
     return first, last
 
 
+def _assert_gradients_add_up(parts, whole):
+    grads = {}
+    for part in parts:
+        for named in named_parameters(part):
+            grads[named.name] = grads.get(named.name, 0) + named.parameter.grad
+    for named in named_parameters(whole):
+        torch.testing.assert_close(grads.pop(named.name), named.parameter.grad, rtol=1e-12, atol=1e-12)
+    assert not grads
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("config_of", [gpt2_shape, llama_shape])
 def test_two_stages_are_the_whole_model(config_of, dropout):
@@ -34,13 +44,65 @@ def test_two_stages_are_the_whole_model(config_of, dropout):
 
     assert sent.shape == (config.seq_length, 3, config.hidden_size)
     assert torch.equal(loss, expected)
-    grads = {}
-    for stage in (first, last):
-        for named in named_parameters(stage):
-            grads[named.name] = grads.get(named.name, 0) + named.parameter.grad
-    for named in named_parameters(whole):
-        torch.testing.assert_close(grads.pop(named.name), named.parameter.grad, rtol=1e-12, atol=1e-12)
-    assert not grads
+    _assert_gradients_add_up((first, last), whole)
+
+
+@pytest.mark.parametrize("config_of", [gpt2_shape, llama_shape])
+@pytest.mark.parametrize("recompute", ["uniform", "block", None])
+def test_parts_without_layers_are_the_ends_of_the_whole_model(config_of, recompute):
+    options = {"recompute_granularity": "full", "recompute_method": recompute} if recompute else {}
+    config = config_of(hidden_dropout=0.2, **options)
+    first = build(config, stage=ModelStage(range(0), pre_process=True, post_process=False))
+    middle = build(config, stage=ModelStage(range(2), pre_process=False, post_process=False))
+    last = build(config, stage=ModelStage(range(2, 2), pre_process=False, post_process=True))
+    assert {named.name.split(".")[0] for named in named_parameters(first)} == {"embedding"}
+    data = batch(config)
+    hidden = middle(hidden_states=first(tokens=data["tokens"], stream=STREAM), stream=STREAM)
+    loss = last(hidden_states=hidden, labels=data["labels"], loss_mask=data["loss_mask"], stream=STREAM)
+    loss.backward()
+    whole = build(config)
+    expected = whole(**data, stream=STREAM)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    _assert_gradients_add_up((first, middle, last), whole)
+
+
+def test_two_chunks_of_one_rank_share_the_matrix_of_a_tied_model():
+    config = gpt2_shape()
+    first = build(config, stage=ModelStage(range(1), pre_process=True, post_process=False))
+    table = first.embedding.word_embeddings.weight
+    assert table.facts.tied  # until it is known that the other end is here too
+    last = build(
+        config,
+        stage=ModelStage(range(1, 2), pre_process=False, post_process=True),
+        word_embeddings=table,
+    )
+    assert not table.facts.tied
+    assert table.facts.copy_of is None
+    assert [named.name for named in named_parameters(last) if named.parameter is table] == [
+        "embedding.word_embeddings.weight"
+    ]
+    data = batch(config)
+    hidden = first(tokens=data["tokens"], stream=STREAM)
+    loss = last(hidden_states=hidden, labels=data["labels"], loss_mask=data["loss_mask"], stream=STREAM)
+    loss.backward()
+    whole = build(config)
+    expected = whole(**data, stream=STREAM)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    reference = {named.name: named.parameter.grad for named in named_parameters(whole)}
+    for named in (*named_parameters(first), *named_parameters(last)):
+        torch.testing.assert_close(named.parameter.grad, reference[named.name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_matrix_that_two_stages_hold_is_tied_on_both():
+    def tied(*parts):
+        return {named.name for part in parts for named in named_parameters(part) if named.facts.tied}
+
+    first, last = _two_stages(gpt2_shape())
+    assert tied(first) == tied(last) == {"embedding.word_embeddings.weight"}
+    assert tied(*_two_stages(llama_shape())) == set()
+    assert tied(build(gpt2_shape())) == set()
 
 
 def test_a_tied_model_over_two_stages_starts_with_equal_copies():

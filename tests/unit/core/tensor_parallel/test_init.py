@@ -1,7 +1,14 @@
 import torch
 from torch import nn
 
-from megatron.core.parameter import ParameterFacts, Piece, Placement, make_parameter, replicated_facts
+from megatron.core.parameter import (
+    ParameterFacts,
+    Piece,
+    Placement,
+    make_parameter,
+    named_parameters,
+    replicated_facts,
+)
 from megatron.core.tensor_parallel import RandomStream, initialize_parameters
 from megatron.core.tensor_parallel.init import BLOCK
 
@@ -111,6 +118,14 @@ def test_a_copy_on_another_stage_draws_what_the_original_draws():
     facts = ParameterFacts(shape, 0, (Piece(0, 0, 101),), 0.02, copy_of="embedding.weight")
     assert torch.equal(drawn(shape, facts, name="output_layer"), original)
     assert not torch.equal(whole(shape), original)  # another name, other values
+
+
+def test_parameters_may_come_from_several_modules():
+    facts = ParameterFacts((200, 6), 0, (Piece(0, 0, 200),), 0.02)
+    chunks = [nn.ModuleDict({name: Holder((200, 6), facts)}) for name in ("layer", "other")]
+    initialize_parameters([named for chunk in chunks for named in named_parameters(chunk)], SEED)
+    assert torch.equal(chunks[0]["layer"].weight, whole((200, 6)))
+    assert torch.equal(chunks[1]["other"].weight, drawn((200, 6), facts, name="other"))
 
 
 def test_number_format_only_rounds():

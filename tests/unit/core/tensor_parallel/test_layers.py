@@ -51,11 +51,27 @@ def test_facts_of_a_shard():
     assert facts_of(row.weight).pieces == (Piece(0, 6, 6),)
     assert facts_of(row.bias).pieces == (Piece(0, 0, 8, primary=False),)  # rank 0 counts it
     assert not facts_of(row.bias).weight_decay
+    assert not facts_of(row.bias).partial_over_tp
 
     table = VocabParallelEmbedding(101, 104, 8, group=TwoRanks(), placement=DOUBLE, init_std=0.02)
     assert table.weight.shape == (52, 8)
     assert facts_of(table.weight).global_shape == (101, 8)
     assert facts_of(table.weight).pieces == (Piece(0, 52, 49),)
+
+
+def test_a_row_layer_that_gives_a_part_of_the_sequence_sees_a_part_of_its_biass_gradient():
+    layout = {"sequence_parallel": True, "placement": DOUBLE, "init_std": 0.02}
+    row = RowParallelLinear(12, 8, group=TwoRanks(), **layout)
+    assert facts_of(row.bias).partial_over_tp
+    assert not facts_of(row.weight).partial_over_tp
+    assert not facts_of(ColumnParallelLinear(8, 12, group=TwoRanks(), **layout).bias).partial_over_tp
+    alone = RowParallelLinear(12, 8, group=single_rank_group(), **layout)
+    assert not facts_of(alone.bias).partial_over_tp
+
+
+def test_a_table_that_another_stage_holds_too_is_tied():
+    table = VocabParallelEmbedding(101, 104, 8, group=TwoRanks(), placement=DOUBLE, init_std=0.02, tied=True)
+    assert facts_of(table.weight).tied
 
 
 def test_given_pieces_decide_the_rows():

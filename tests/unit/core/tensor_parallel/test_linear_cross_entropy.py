@@ -168,5 +168,7 @@ def test_wrong_input_is_refused():
     shard = VocabShard.of(V, PADDED, group)
     with pytest.raises(ValueError, match=r"label smoothing is -0.1"):
         linear_cross_entropy(hidden, weight, labels, group, shard, label_smoothing=-0.1)
+    with pytest.raises(ValueError, match="hidden states of 6 tokens on each of 1 ranks for 7 labels"):
+        linear_cross_entropy(hidden[1:], weight, labels, group, shard)
     with pytest.raises(RuntimeError, match="a label is outside the vocabulary of 101"):
         linear_cross_entropy(hidden, weight, labels + V, group, shard)

@@ -44,6 +44,32 @@ def test_gradients(kind):
     assert torch.autograd.gradcheck(norm, (x.requires_grad_(),))
 
 
+class _TwoRanks:
+    def rank(self):
+        return 1
+
+    def size(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "over_local_heads", "partial"),
+    [
+        (over(_TwoRanks()), False, False),
+        (over(_TwoRanks()), True, True),
+        (over(_TwoRanks(), sequence_parallel=True), False, True),
+        (over(_TwoRanks(), sequence_parallel=True), True, True),
+        (over(sequence_parallel=True), True, False),
+    ],
+)
+def test_gradients_are_partial_where_the_input_is_sharded(parallel, over_local_heads, partial):
+    placement = Placement(torch.float64, torch.device("cpu"))
+    norm = LayerNorm(
+        4, epsilon=1e-5, parallel=parallel, placement=placement, over_local_heads=over_local_heads
+    )
+    assert norm.weight.facts.partial_over_tp == norm.bias.facts.partial_over_tp == partial
+
+
 def test_parameters_are_replicated_ones_without_decay():
     norm = _norm(LayerNorm, torch.float32)
     assert norm.weight.tolist() == [1.0] * 256
