@@ -40,6 +40,14 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def fuses_dropout(device: torch.device) -> bool:
+    """Whether PyTorch's kernels for ``device`` drop in one pass, by itself or inside fused attention.
+
+    Elsewhere it takes several passes and keeps masks in the format of what is dropped, or wider.
+    """
+    return device.type == "cuda"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on ``device`` is done."""
     if device.type == "cuda":

@@ -5,6 +5,9 @@ from typing import Literal
 
 from megatron.core.config.field import flag
 
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+"""What selective recomputation can leave out of the activations that are kept."""
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -112,6 +115,7 @@ class TransformerConfig:
                 "--recompute-method and --recompute-num-layers have no effect without "
                 "--recompute-granularity full; add it, or leave them out"
             )
+        self._check_recompute()
 
     def _check_heads(self) -> None:
         if self.num_query_groups not in (1, self.num_attention_heads) and not self.group_query_attention:
@@ -128,6 +132,23 @@ class TransformerConfig:
             raise ValueError(
                 f"--num-attention-heads {self.num_attention_heads} does not divide by --num-query-groups "
                 f"{self.num_query_groups}"
+            )
+
+    def _check_recompute(self) -> None:
+        unknown = sorted(set(self.recompute_modules or ()) - set(RECOMPUTE_MODULES))
+        if unknown:
+            raise ValueError(
+                f"--recompute-modules {' '.join(unknown)}: unknown; valid are {', '.join(RECOMPUTE_MODULES)}"
+            )
+        if self.recompute_modules and self.recompute_granularity != "selective":
+            raise ValueError(
+                "--recompute-modules has no effect without --recompute-granularity selective; add it, or "
+                "leave it out"
+            )
+        if self.distribute_saved_activations and self.recompute_granularity != "full":
+            raise ValueError(
+                "--distribute-saved-activations has no effect without --recompute-granularity full; add it, "
+                "or leave it out"
             )
 
     def _require(self, name: str, ok: bool, rule: str) -> None:

@@ -1,6 +1,6 @@
 """Transformer layers built of tensor-parallel linear layers."""
 
-from megatron.core.transformer.attention import AttentionContext, SelfAttention, segment_mask
+from megatron.core.transformer.attention import AttentionContext, SelfAttention
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.dropout import dropout
 from megatron.core.transformer.layer import TransformerLayer
@@ -21,6 +21,5 @@ __all__ = [
     "apply_rotary",
     "build_norm",
     "dropout",
-    "segment_mask",
     "use_layer_norm",
 ]

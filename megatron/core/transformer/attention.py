@@ -4,15 +4,17 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.config import TransformerConfig
+from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Piece, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RandomStream, RowParallelLinear
+from megatron.core.transformer.core_attention import choose_core_attention
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
+from megatron.core.transformer.recompute import recompute, recomputed_modules
+from megatron.core.transformer.rotary import RotaryAngles, apply_rotary, split_heads
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,6 @@ class AttentionContext:
     segment_ids: torch.Tensor | None = None
     """[b, s] integers of the whole sequence, replicated over tp and cp: tokens see only tokens of an equal
     number. None: the sequence is one segment."""
-
-
-def segment_mask(segment_ids: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """Let tokens see only tokens of their own segment.
-
-    Args:
-        segment_ids: [b, s] integers, replicated; equal numbers are one segment.
-        causal: and of those only themselves and earlier ones.
-
-    Returns:
-        [b, 1, s, s] boolean, True where attention is allowed. No row is all False.
-    """
-    allowed = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [b, s, s]
-    return (allowed.tril() if causal else allowed).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,9 @@ class HeadShare:
 class SelfAttention(nn.Module):
     """Multi-head attention with grouped queries (Shoeybi et al. 2019, section 3; Ainslie et al. 2023).
 
-    One all-reduce of [s, b, h] in the forward (``linear_proj``) and one in the backward (``linear_qkv``).
+    One all-reduce of [s, b, h] in the forward (``linear_proj``) and one in the backward (``linear_qkv``), or
+    under sequence parallelism an all-gather and a reduce-scatter in each, and an all-gather for the weight
+    gradient of ``linear_qkv``. Under context parallelism keys and values travel too.
     """
 
     def __init__(
@@ -120,8 +110,12 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.share = HeadShare.of(config, parallel.tp.rank(), parallel.tp.size())
         self.tp_rank = parallel.tp.rank()
+        self.cp = parallel.cp
+        self.cp_comm_type = parallel.cp_comm_type
         self.causal = causal
         self.dropout_probability = config.attention_dropout
+        self.core_attention = choose_core_attention(config, placement.device)
+        self.recomputes_core = "core_attn" in recomputed_modules(config)
         heads, groups, d = config.num_attention_heads, config.num_kv_groups, config.head_dim
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -158,31 +152,57 @@ class SelfAttention(nn.Module):
         """Attend within each sequence.
 
         Args:
-            hidden_states: [s, b, h], replicated.
+            hidden_states: [s/cp, b, h], replicated over tp; [s/(cp tp), b, h] under sequence parallelism.
             context: angles and segments, shared by all layers.
             stream: of this layer; dropout of probabilities folds in the tensor-parallel rank, as each rank
                 has other heads.
 
         Returns:
-            [s, b, h], replicated.
+            As ``hidden_states``.
         """
-        query, key, value = self._heads(hidden_states)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if context.rotary is not None:
-            query, key = apply_rotary(query, context.rotary), apply_rotary(key, context.rotary)
-        output: torch.Tensor = self.linear_proj(self._attend(query, key, value, context.segment_ids, stream))
+        query, key, value = self._heads(hidden_states, context.rotary)
+        stream = stream.fold("attention", "probabilities", self.tp_rank)
+        if self.cp.size() > 1 or context.segment_ids is not None:
+            attended = self._attend_by_blocks(query, key, value, context.segment_ids, stream)
+        elif self.recomputes_core:
+            attended = recompute(self._attend, query, key, value, stream)
+        else:
+            attended = self._attend(query, key, value, stream)
+        output: torch.Tensor = self.linear_proj(attended)
         return output
 
-    def _heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [s, b, n/tp, d], keys and values [s, b, g/tp (at least 1), d], sharded on dim 2."""
-        s, b, _ = hidden_states.shape
+    def _heads(
+        self, hidden_states: torch.Tensor, rotary: RotaryAngles | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [s/cp, b, n/tp, d], keys and values [s/cp, b, g/tp (at least 1), d], sharded on dim 2.
+
+        Normalised and turned. Where queries would be copied anyway, keys and values are cut off too, so that
+        the fused tensor need not be kept beside the copy.
+        """
         groups, queries = self.share.groups, self.share.queries_per_group
-        fused = self.linear_qkv(hidden_states).view(s, b, groups, queries + 2, self.head_dim)
-        query, key, value = fused.split((queries, 1, 1), dim=3)
-        return query.reshape(s, b, groups * queries, self.head_dim), key.squeeze(3), value.squeeze(3)
+        fused = self.linear_qkv(hidden_states)  # [s/cp, b, (n + 2 g)/tp * d]
+        fused = fused.view(*fused.shape[:2], groups, queries + 2, self.head_dim)
+        if self.q_layernorm is None or self.k_layernorm is None:
+            if rotary is None and queries == 1:
+                query, key, value = fused.unbind(3)
+                return query, key, value
+            return split_heads(fused, rotary)
+        query, key, value = fused.unbind(3) if queries == 1 else split_heads(fused, None)
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        return query, key, value
 
     def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, stream: RandomStream
+    ) -> torch.Tensor:
+        """Core attention: heads in, [s, b, n/tp * d] out."""
+        probability = self._dropout_now()
+        if probability:
+            stream.seed_default(query.device)
+        return self.core_attention(query, key, value, causal=self.causal, dropout_probability=probability)
+
+    def _attend_by_blocks(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -190,20 +210,22 @@ class SelfAttention(nn.Module):
         segment_ids: torch.Tensor | None,
         stream: RandomStream,
     ) -> torch.Tensor:
-        """softmax(Q K^T / sqrt(d)) V (Vaswani et al. 2017, eq. 1), heads in and [s, b, n/tp * d] out."""
-        mask = None if segment_ids is None else segment_mask(segment_ids, causal=self.causal)
-        probability = self.dropout_probability if self.training else 0.0
-        if probability:
-            stream.fold("attention", "probabilities", self.tp_rank).seed_default(query.device)
-        # [s, b, n, d] is handed over as a strided [b, n, s, d]: the kernels take any strides and give the
-        # output the strides of the query, so neither direction copies.
-        attended = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            dropout_p=probability,
-            is_causal=self.causal and mask is None,
-            enable_gqa=self.share.queries_per_group > 1,
-        )  # [b, n/tp, s, d]
-        return attended.permute(2, 0, 1, 3).flatten(2)  # [s, b, n/tp * d]
+        """Core attention of a sequence in segments or on several ranks: heads in, [s/cp, b, n/tp * d] out.
+
+        It keeps no scores and recomputes them in any case.
+        """
+        probability = self._dropout_now()
+        return context_parallel_attention(
+            query,
+            key,
+            value,
+            group=self.cp,
+            comm_type=self.cp_comm_type,
+            causal=self.causal,
+            segment_ids=segment_ids,
+            dropout_probability=probability,
+            dropout_key=stream.key if probability else None,
+        ).flatten(2)
+
+    def _dropout_now(self) -> float:
+        return self.dropout_probability if self.training else 0.0

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.config import TransformerConfig
 from megatron.core.tensor_parallel import RandomStream, initialize_parameters
-from megatron.core.transformer import AttentionContext, SelfAttention, segment_mask
+from megatron.core.transformer import AttentionContext, SelfAttention
 from megatron.core.transformer.attention import HeadShare
 from tests.unit.core.models.shapes import FLOAT64, over
 
@@ -69,16 +69,6 @@ def test_ranks_that_outnumber_the_groups_share_key_and_value_heads():
 def test_heads_that_do_not_divide_are_refused(heads, groups, tp, message):
     with pytest.raises(ValueError, match=message):
         HeadShare.of(_config(heads, groups), 0, tp)
-
-
-def test_segment_mask():
-    ids = torch.tensor([[3, 3, 5, 5], [1, 1, 1, 1]])
-    causal = segment_mask(ids, causal=True)
-    assert causal.shape == (2, 1, 4, 4)
-    assert causal[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    both_ways = segment_mask(ids, causal=False)
-    assert both_ways[0, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    assert both_ways[1].all()
 
 
 def _attention(causal, **changes):
