@@ -103,6 +103,37 @@ class Schedule:
         """The part that makes the loss."""
         return len(self.stages) * self.chunks - 1
 
+    def target(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """The stage and its action that need the output of ``action``; None if no other part does."""
+        if action.kind == "backward_weight":
+            return None
+        return self._beside(stage, action, self._next if action.kind == "forward" else self._previous)
+
+    def source(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """The stage and its action whose output ``action`` needs; None if that is no other part's."""
+        if action.kind == "backward_weight":
+            return None
+        return self._beside(stage, action, self._previous if action.kind == "forward" else self._next)
+
+    @staticmethod
+    def _beside(
+        stage: int, action: Action, neighbours: dict[tuple[int, int], tuple[int, int]]
+    ) -> tuple[int, Action] | None:
+        place = neighbours.get((stage, action.chunk))
+        if place is None:
+            return None
+        return place[0], Action(action.kind, place[1], action.microbatch)
+
+    @cached_property
+    def _next(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each place but the last part's, the place of the next part."""
+        return {self.place(part): self.place(part + 1) for part in range(self.last_part)}
+
+    @cached_property
+    def _previous(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each place but the first part's, the place of the part before."""
+        return {after: before for before, after in self._next.items()}
+
     @cached_property
     def splits_backward(self) -> bool:
         """Whether backward passes come in two halves."""

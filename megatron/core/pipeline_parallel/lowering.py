@@ -1,8 +1,7 @@
 """Puts the transfers into a schedule: one program a stage, which the engine runs on process groups."""
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.actions import (
     Action,
@@ -13,25 +12,28 @@ from megatron.core.pipeline_parallel.actions import (
     Schedule,
     Start,
 )
+from megatron.core.pipeline_parallel.timing import Node, action_spans
 
 MOST_UNFINISHED_SENDS = 2
-"""Outputs of a stage that may still be on their way while it makes the next one."""
+"""Outputs of a stage that may be on their way at once."""
 
-_TIMES: dict[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+_TIMES: dict[Kind, int] = {"forward": 1000, "backward": 2000, "backward_input": 1000, "backward_weight": 1000}
+_TRANSFER_TIME = 1
 
 
 def lower(schedule: Schedule, *, forward_only: bool = False) -> list[Program]:
     """Add the transfers to a schedule.
 
-    The actions of all stages are put into one serial order: that in which they end if a forward takes one
-    unit of time, each half of a backward too, and a transfer none. Right after each action its output is
+    The actions of all stages are put into one serial order: that in which they end if a forward and each half
+    of a backward take equally long, and a transfer next to nothing. Right after each action its output is
     transferred: its stage starts the send, and the receiver, wherever it has got to in its own actions, the
-    receive. So each receive is posted before the action that its stage runs while the output is made
-    elsewhere, and all starts of all stages follow from one serial order, which is why they can't deadlock.
+    receive. So a receive is posted before the action that its stage runs while the output is still being
+    made, transfers are started in the order in which they can take place, and the starts of all stages
+    together follow one serial order, which is why they can't deadlock.
 
     A receive is finished right before the action that needs it. A send is finished when its stage has made
-    the output after the next, at the latest, so that no more than :data:`MOST_UNFINISHED_SENDS` are on
-    their way while it computes. Where the next part of the model is on the same stage, nothing travels.
+    the output after the next, so that no more than :data:`MOST_UNFINISHED_SENDS` outputs are on their way at
+    once. Where the next part of the model is on the same stage, nothing travels.
 
     Args:
         schedule: the actions of each stage.
@@ -43,98 +45,87 @@ def lower(schedule: Schedule, *, forward_only: bool = False) -> list[Program]:
     Raises:
         ValueError: if the stages' actions don't match, or no order of transfers could ever run them.
     """
-    orders = [
-        [action for action in actions if action.kind == "forward" or not forward_only]
-        for actions in schedule.stages
-    ]
-    flow = Flow(schedule)
+    check_actions(schedule)
+    orders: Sequence[Sequence[Action]] = schedule.stages
+    if forward_only:
+        orders = [[action for action in actions if action.kind == "forward"] for actions in orders]
     programs: list[Program] = [[] for _ in orders]
     arriving: list[dict[Action, Finish]] = [{} for _ in orders]
     leaving: list[list[Finish]] = [[] for _ in orders]
-    for stage, action in _in_order_of_ends(orders, flow):
+    for stage, action in _in_order_of_ends(schedule, orders):
         program = programs[stage]
         if finish := arriving[stage].pop(action, None):
             program.append(finish)
         program.append(action)
-        target = flow.target(stage, action)
-        if target is None or target.stage == stage:
+        target = schedule.target(stage, action)
+        if target is None or target[0] == stage:
             continue
         if len(leaving[stage]) == MOST_UNFINISHED_SENDS:
             program.append(leaving[stage].pop(0))
+        receiver, needy = target
         channel = action.channel
         assert channel is not None
-        send = Exchange(target.stage, action, None, channel)
-        receive = Exchange(stage, None, target.action, channel)
+        send = Exchange(receiver, action, None, channel)
+        receive = Exchange(stage, None, needy, channel)
         program.append(Start(send))
         leaving[stage].append(Finish(send))
-        programs[target.stage].append(Start(receive))
-        arriving[target.stage][target.action] = Finish(receive)
+        programs[receiver].append(Start(receive))
+        arriving[receiver][needy] = Finish(receive)
     for program, unfinished in zip(programs, leaving, strict=True):
         program += unfinished
     return programs
 
 
-class Node(NamedTuple):
-    """An action and where it runs."""
+def check_actions(schedule: Schedule) -> None:
+    """Check that all stages run the same passes once each, and each stage's in an order that it can run.
 
-    stage: int
-    action: Action
+    A backward comes after its forward, a backward of the weights after that of the input, and those of one
+    chunk in the order of the latter.
 
-
-class Flow:
-    """Which action needs the output of which."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        parts = range(schedule.last_part + 1)
-        self._place = [schedule.place(part) for part in parts]
-        self._part = {place: part for part, place in zip(parts, self._place, strict=True)}
-
-    def target(self, stage: int, action: Action) -> Node | None:
-        """The action that needs the output of ``action``, and where; None if the output is the step's."""
-        if action.kind == "backward_weight":
-            return None
-        return self._beside(stage, action, 1 if action.kind == "forward" else -1)
-
-    def source(self, stage: int, action: Action) -> Node | None:
-        """The action of another part whose output ``action`` needs, and where."""
-        if action.kind == "backward_weight":
-            return None
-        return self._beside(stage, action, -1 if action.kind == "forward" else 1)
-
-    def _beside(self, stage: int, action: Action, step: int) -> Node | None:
-        part = self._part[stage, action.chunk] + step
-        if not 0 <= part < len(self._place):
-            return None
-        other, chunk = self._place[part]
-        return Node(other, Action(action.kind, chunk, action.microbatch))
+    Raises:
+        ValueError: naming the stage and the action.
+    """
+    wanted = set(schedule.stages[0])
+    for stage, actions in enumerate(schedule.stages):
+        passes = set(actions)
+        if len(passes) != len(actions):
+            twice = next(action for action, count in Counter(actions).items() if count > 1)
+            raise ValueError(f"stage {stage} runs {twice} twice")
+        if different := passes ^ wanted:
+            raise ValueError(f"stages 0 and {stage} differ in {sorted(different)}: each must run all passes")
+        _check_order(stage, actions)
+    chunks = {action.chunk for action in wanted}
+    if not chunks <= set(range(schedule.chunks)):
+        raise ValueError(f"actions of chunks {sorted(chunks)} in a schedule of {schedule.chunks} chunks")
 
 
-def _in_order_of_ends(orders: Sequence[Sequence[Action]], flow: Flow) -> Iterator[Node]:
-    """All actions in the order of their ends; of those that end together, even stages' come first."""
-    ends: dict[Node, int] = {}
-    at = [0] * len(orders)
-    clock = [0] * len(orders)
-    waiting: dict[Node, int] = {}
-    ready = list(range(len(orders)))
-    while ready:
-        stage = ready.pop()
-        order = orders[stage]
-        while at[stage] < len(order):
-            action = order[at[stage]]
-            source = flow.source(stage, action)
-            arrival = 0 if source is None else ends.get(source)
-            if arrival is None:
-                assert source is not None
-                waiting[source] = stage
-                break
-            clock[stage] = max(clock[stage], arrival) + _TIMES[action.kind]
-            node = Node(stage, action)
-            ends[node] = clock[stage]
-            at[stage] += 1
-            if node in waiting:
-                ready.append(waiting.pop(node))
-    if stuck := [stage for stage, order in enumerate(orders) if at[stage] < len(order)]:
-        held_up = ", ".join(f"stage {stage} for {orders[stage][at[stage]]}" for stage in stuck)
-        raise ValueError(f"the schedule can never run: {held_up} would wait for an input that comes too late")
-    return itertools.chain(sorted(ends, key=lambda node: (ends[node], node.stage % 2, node.stage)))
+def _check_order(stage: int, actions: Sequence[Action]) -> None:
+    """Each backward comes after what it needs of its own stage, and nothing is left undone."""
+    forwards: set[tuple[int, int]] = set()
+    owed: dict[int, list[int]] = {}
+    for kind, chunk, microbatch in actions:
+        if kind == "forward":
+            forwards.add((chunk, microbatch))
+        elif kind != "backward_weight":
+            if (chunk, microbatch) not in forwards:
+                raise ValueError(f"stage {stage} runs {Action(kind, chunk, microbatch)} before its forward")
+            forwards.remove((chunk, microbatch))
+            if kind == "backward_input":
+                owed.setdefault(chunk, []).append(microbatch)
+        elif owed.get(chunk, [])[:1] != [microbatch]:
+            raise ValueError(
+                f"stage {stage} runs {Action(kind, chunk, microbatch)}, but the inputs' backwards whose "
+                f"weights are still owed are {owed.get(chunk, [])}, and the first is to be the next"
+            )
+        else:
+            owed[chunk].pop(0)
+    if forwards or any(owed.values()):
+        raise ValueError(f"stage {stage} leaves backwards out: of {sorted(forwards)}, of weights {owed}")
+
+
+def _in_order_of_ends(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> list[Node]:
+    """All stages and actions in the order in which they end."""
+    parts = schedule.last_part + 1
+    times = {kind: [time] * parts for kind, time in _TIMES.items()}
+    spans = action_spans(schedule, times, _TRANSFER_TIME, orders=orders)
+    return sorted(spans, key=lambda node: (spans[node][1], node[0]))

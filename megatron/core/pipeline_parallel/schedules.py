@@ -4,15 +4,63 @@ Each schedule is a pure function of the numbers of stages and micro-batches (and
 of them, one simulator times any of them, one painter draws any of them.
 """
 
-from megatron.core.pipeline_parallel.actions import Action as Action
-from megatron.core.pipeline_parallel.actions import Schedule
+import itertools
+from collections.abc import Callable
 
-# Until the engine runs programs of the new kind.
-from megatron.core.pipeline_parallel.blocking import SCHEDULES as SCHEDULES
-from megatron.core.pipeline_parallel.blocking import Exchange as Exchange
-from megatron.core.pipeline_parallel.blocking import Operation as Operation
-from megatron.core.pipeline_parallel.blocking import Program as Program
-from megatron.core.pipeline_parallel.blocking import lower as lower
+from megatron.core.pipeline_parallel.actions import Action, Kind, Schedule
+from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
+
+SCHEDULE_CHUNKS: dict[str, range] = {
+    "gpipe": range(1, 2),
+    "1f1b": range(1, 2),
+    "interleaved": range(2, 1_000_000),
+    "zb-h1": range(1, 2),
+    "zb-v": range(2, 3),
+}
+"""Schedules by the name that ``--pipeline-schedule`` takes, with the chunks that a stage may have."""
+
+GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def build_schedule(
+    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+) -> Schedule:
+    """The schedule that ``--pipeline-schedule`` names.
+
+    Args:
+        name: one of :data:`SCHEDULE_CHUNKS`.
+        stages: pipeline stages.
+        microbatches: micro-batches of a step.
+        chunks: model chunks of each stage: several for interleaved, two for zb-v, otherwise one.
+        group_size: of interleaved only, see :func:`interleaved`.
+
+    Raises:
+        ValueError: naming the flags that don't fit, with their values and what would be valid.
+    """
+    if name not in SCHEDULE_CHUNKS:
+        raise ValueError(f"--pipeline-schedule {name}: there is {', '.join(SCHEDULE_CHUNKS)}")
+    if stages < 1 or microbatches < 1:
+        raise ValueError(
+            f"{stages} stages and {microbatches} micro-batches: a schedule needs at least 1 of each"
+        )
+    if chunks not in SCHEDULE_CHUNKS[name]:
+        wanted = {1: "1 chunk", 2: "2 chunks"}[SCHEDULE_CHUNKS[name].start]
+        more = " or more" if name == "interleaved" else ""
+        raise ValueError(
+            f"--pipeline-schedule {name} takes {wanted}{more} a stage, not {chunks}: see "
+            f"--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+        )
+    if name == "interleaved":
+        return interleaved(stages, microbatches, chunks, group_size)
+    if group_size is not None:
+        raise ValueError(f"{GROUP_FLAG} {group_size} is for --pipeline-schedule interleaved, not {name}")
+    simple: dict[str, Callable[[int, int], Schedule]] = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zb-h1": zb_h1,
+        "zb-v": zb_v,
+    }
+    return simple[name](stages, microbatches)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -25,7 +73,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         stages: pipeline stages, at least 1.
         microbatches: micro-batches of a step, at least 1.
     """
-    order = [_forward(i) for i in range(microbatches)] + [_backward(i) for i in range(microbatches)]
+    order = _passes("forward", microbatches) + _passes("backward", microbatches)
     return Schedule((tuple(order),) * stages)
 
 
@@ -39,42 +87,90 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         stages: pipeline stages, at least 1.
         microbatches: micro-batches of a step, at least 1.
     """
-    orders = []
-    for stage in range(stages):
-        warmup = min(stages - 1 - stage, microbatches)
-        actions = [_forward(i) for i in range(warmup)]
-        for i in range(microbatches - warmup):
-            actions += [_forward(warmup + i), _backward(i)]
-        orders.append((*actions, *map(_backward, range(microbatches - warmup, microbatches))))
-    return Schedule(tuple(orders))
+    forwards, backwards = _passes("forward", microbatches), _passes("backward", microbatches)
+    return Schedule(
+        tuple(_one_forward_one_backward(forwards, backwards, stages - 1 - stage) for stage in range(stages))
+    )
 
 
-def build_schedule(
-    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
-) -> Schedule:
-    """The schedule that ``--pipeline-schedule`` names.
+def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    Each stage holds several chunks of the model. It runs a group of micro-batches through its first chunk,
+    the same group through the next, and so on, then the next group; backwards likewise from the last chunk
+    to the first. With as many micro-batches in a group as stages, a chunk's output comes back from its round
+    over all stages when its turn has come. Warm-up: ``2 (stages - 1 - stage) + (chunks - 1) group_size``
+    forwards, so a stage holds at most one more than that many micro-batches, of one chunk each.
 
     Args:
-        name: gpipe or 1f1b.
-        stages: pipeline stages.
-        microbatches: micro-batches of a step.
-        chunks: model chunks of each stage.
-        group_size: micro-batches that a stage runs through one chunk before it turns to the next
-            (interleaved); default the number of stages.
+        stages: pipeline stages, at least 1.
+        microbatches: micro-batches of a step, at least 1.
+        chunks: model chunks of each stage, at least 2.
+        group_size: micro-batches of a group, at least ``stages``; default ``stages``. The last group may be
+            smaller than the others, but not than ``stages``: its outputs would not be back in time.
 
     Raises:
-        ValueError: naming the flags that don't fit.
+        ValueError: if the groups are too small, with the counts of micro-batches that would be valid.
     """
-    if stages < 1 or microbatches < 1:
+    group_size = stages if group_size is None else group_size
+    if group_size < stages:
         raise ValueError(
-            f"{stages} stages and {microbatches} micro-batches: a schedule needs at least 1 of each"
+            f"{GROUP_FLAG} {group_size} is less than --pipeline-model-parallel-size {stages}: a stage would "
+            f"wait in every turn; give at least {stages}"
         )
-    return {"gpipe": gpipe, "1f1b": one_f_one_b}[name](stages, microbatches)
+    if not _groups_are_full(microbatches, stages, group_size):
+        raise ValueError(_why_not_interleaved(microbatches, stages, group_size))
+    groups = [range(i, min(i + group_size, microbatches)) for i in range(0, microbatches, group_size)]
+    down, up = range(chunks), range(chunks - 1, -1, -1)
+    forwards = [Action("forward", chunk, i) for group in groups for chunk in down for i in group]
+    backwards = [Action("backward", chunk, i) for group in groups for chunk in up for i in group]
+    turns = (chunks - 1) * len(groups[0])
+    return Schedule(
+        tuple(
+            _one_forward_one_backward(forwards, backwards, 2 * (stages - 1 - stage) + turns)
+            for stage in range(stages)
+        ),
+        chunks=chunks,
+    )
 
 
-def _forward(microbatch: int) -> Action:
-    return Action("forward", 0, microbatch)
+def _passes(kind: Kind, microbatches: int) -> list[Action]:
+    """All micro-batches in order through the only chunk."""
+    return [Action(kind, 0, i) for i in range(microbatches)]
 
 
-def _backward(microbatch: int) -> Action:
-    return Action("backward", 0, microbatch)
+def _one_forward_one_backward(
+    forwards: list[Action], backwards: list[Action], warmup: int
+) -> tuple[Action, ...]:
+    """Some forwards, then one forward and one backward in turn, then the other backwards."""
+    warmup = min(warmup, len(forwards))
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    return (
+        *forwards[:warmup],
+        *itertools.chain.from_iterable(steady),
+        *backwards[len(forwards) - warmup :],
+    )
+
+
+def _groups_are_full(microbatches: int, stages: int, group_size: int) -> bool:
+    """Whether also the last group has a micro-batch for each stage."""
+    rest = microbatches % group_size
+    return rest == 0 or rest >= stages
+
+
+def _why_not_interleaved(microbatches: int, stages: int, group_size: int) -> str:
+    """What is wrong with a number of micro-batches, and which would do."""
+    rest = microbatches % group_size
+    first = max(microbatches - 2 * group_size, stages)
+    counts = range(first, microbatches + 2 * group_size + 1)
+    valid = ", ".join(str(n) for n in counts if _groups_are_full(n, stages, group_size))
+    message = (
+        f"--pipeline-schedule interleaved cannot run {microbatches} micro-batches in groups of {group_size} "
+        f"over --pipeline-model-parallel-size {stages}: the last group would have {rest}, fewer than the "
+        f"stages. Valid counts of micro-batches near it: {valid}. Change --global-batch-size or "
+        f"--micro-batch-size"
+    )
+    if microbatches < stages:
+        return message
+    size = next(n for n in itertools.count(stages) if _groups_are_full(microbatches, stages, n))
+    return f"{message}, or give {GROUP_FLAG} {size}"
