@@ -183,8 +183,8 @@ class GPTModel(nn.Module):
             hidden_states: [s/cp, b, h] from the stage before, read by all stages but the first.
             labels: [b, s/cp], the token that each position is to predict, read by the last stage alone.
             loss_mask: [b, s/cp], what each token's loss counts; None counts all of them once.
-            segment_ids: [b, s], of whole sequences; tokens see only tokens of an equal number. None: one
-                segment.
+            segment_ids: [b, s], of whole sequences, on the CPU at best; tokens see only tokens of an equal
+                number. None: one segment.
             stream: of this iteration and micro-batch; dropout derives from it, the same on all stages.
 
         Returns:

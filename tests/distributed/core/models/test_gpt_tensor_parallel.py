@@ -50,7 +50,7 @@ def _compare_with_dense(tp, sequence_parallel):
         assert_close(logits, expected_logits, 1e-11, f"{name}: logits")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False], ids=["tensor parallel"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor parallel", "sequence parallel"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_loss_logits_and_gradients_equal_dense_algebra(tp, sequence_parallel):
     run_ranks(tp, _compare_with_dense, tp, sequence_parallel)
