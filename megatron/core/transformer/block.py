@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import RandomStream
 from megatron.core.transformer.attention import AttentionContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.recompute import recompute_units, run_layers
+from megatron.core.transformer.recompute import divides_saved_inputs_over, recompute_units, run_layers
 
 
 class TransformerBlock(nn.Module):
@@ -48,6 +48,7 @@ class TransformerBlock(nn.Module):
             f"{layers} of {config.num_layers} layers"
         )
         self.units = recompute_units(config, len(layers))
+        self.inputs_divided_over = divides_saved_inputs_over(config, parallel)
         self.layers = nn.ModuleDict(
             {
                 str(number): TransformerLayer(
@@ -73,7 +74,9 @@ class TransformerBlock(nn.Module):
             stream: of this micro-batch.
         """
         layers = list(self.layers.values())
-        hidden_states = run_layers(layers, self.units, hidden_states, context, stream)
+        hidden_states = run_layers(
+            layers, self.units, hidden_states, context, stream, divided_over=self.inputs_divided_over
+        )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states

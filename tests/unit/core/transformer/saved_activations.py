@@ -1,9 +1,13 @@
-"""What a stack of layers keeps for its backward pass, measured with hooks on saved tensors."""
+"""What a stack of layers keeps for its backward pass."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.config import TransformerConfig
 from megatron.core.parallel_state import ModelParallel
@@ -23,23 +27,55 @@ def measured_shape(num_layers: int, **changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**SIZES, **table, "num_layers": num_layers, **changes})
 
 
-def bytes_per_layer(parallel: ModelParallel, **changes: Any) -> int:
-    """Bytes that one more layer keeps: of a third layer, so that what all layers share cancels out."""
-    return _kept_bytes(parallel, 3, changes) - _kept_bytes(parallel, 2, changes)
+def saved_bytes_per_layer(parallel: ModelParallel, **changes: Any) -> int:
+    """Bytes of distinct storages that autograd saves for one more layer, by hooks on saved tensors.
+
+    Parameters don't count, nor does what all layers share.
+    """
+    return _more_for_a_third_layer(_saved_bytes, parallel, changes)
 
 
-def _kept_bytes(parallel: ModelParallel, num_layers: int, changes: dict[str, Any]) -> int:
-    config = measured_shape(num_layers, **changes)
+def live_bytes_per_layer(parallel: ModelParallel, **changes: Any) -> int:
+    """Bytes that one more layer leaves alive between forward and backward, whoever holds them."""
+    return _more_for_a_third_layer(_live_bytes, parallel, changes)
+
+
+def _more_for_a_third_layer(
+    measure: Callable[[TransformerBlock, Callable[[], torch.Tensor]], int],
+    parallel: ModelParallel,
+    changes: dict[str, Any],
+) -> int:
+    def measured(num_layers: int) -> int:
+        block, forward = _stack(measured_shape(num_layers, **changes), parallel)
+        return measure(block, forward)
+
+    return measured(3) - measured(2)
+
+
+def _stack(
+    config: TransformerConfig, parallel: ModelParallel
+) -> tuple[TransformerBlock, Callable[[], torch.Tensor]]:
+    layers = range(config.num_layers)
     block = TransformerBlock(
-        config, range(num_layers), parallel=parallel, placement=BF16, causal=True, final_norm=False
+        config, layers, parallel=parallel, placement=BF16, causal=True, final_norm=False
     )
     initialize_parameters(block, seed=0)
     s = config.seq_length // (parallel.tp.size() if parallel.sequence_parallel else 1)
     hidden = torch.randn(s, MICRO_BATCH, config.hidden_size).to(BF16.dtype).requires_grad_()
     rotary = None
     if config.position_embedding_type == "rope":
-        embedding = RotaryEmbedding.for_heads(config.head_dim, 1.0, 1e4)
+        embedding = RotaryEmbedding.for_heads(config.head_dim, 1.0, 10000)
         rotary = embedding.angles(config.seq_length, None, BF16.dtype, BF16.device)
+    return block, lambda: block(hidden, AttentionContext(rotary), RandomStream.root(1))
+
+
+def _backward(block: TransformerBlock, output: torch.Tensor) -> None:
+    """What was kept must do."""
+    output.backward(torch.ones_like(output))
+    assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+def _saved_bytes(block: TransformerBlock, forward: Callable[[], torch.Tensor]) -> int:
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,10 +83,35 @@ def _kept_bytes(parallel: ModelParallel, num_layers: int, changes: dict[str, Any
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = block(hidden, AttentionContext(rotary), RandomStream.root(1))
+        output = forward()
     for parameter in block.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    output.backward(torch.ones_like(output))  # what was kept must do
-    assert all(parameter.grad is not None for parameter in block.parameters())
+    _backward(block, output)
+    return measured
+
+
+class _Allocations(TorchDispatchMode):
+    """Remembers, without keeping it alive, every storage that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+
+def _live_bytes(block: TransformerBlock, forward: Callable[[], torch.Tensor]) -> int:
+    with _Allocations() as allocations:
+        output = forward()
+    for parameter in block.parameters():
+        allocations.made.pop(parameter.untyped_storage()._cdata, None)
+    measured = sum(size for storage, size in allocations.made.values() if not storage.expired())
+    _backward(block, output)
     return measured
