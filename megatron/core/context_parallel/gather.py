@@ -23,7 +23,8 @@ def gather_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     Returns:
         The output [s/cp, b, n/tp, d] and what the backward pass needs: query, key, value, output, lse.
     """
-    gathered, handle = _start_gather(call, key, value)
+    pair = torch.stack((key, value))
+    gathered, handle = _start_gather(call, pair)
     attention = PartialAttention(call, query, key)
     attention.add(call.group.rank(), key, value)
     handle.wait()
@@ -47,7 +48,8 @@ def gather_backward(
         Gradients of query, key and value, in their layouts.
     """
     _, key, value, _, _ = saved
-    gathered, handle = _start_gather(call, key, value)
+    pair = torch.stack((key, value))
+    gathered, handle = _start_gather(call, pair)
     gradients = PartialGradients(call, saved, gradient)
     own = gradients.add(call.group.rank(), key, value)
     handle.wait()
@@ -59,9 +61,8 @@ def gather_backward(
     return gradients.of_query(), of_key, of_value
 
 
-def _start_gather(call: AttentionCall, key: Tensor, value: Tensor) -> tuple[Tensor, Handle]:
+def _start_gather(call: AttentionCall, pair: Tensor) -> tuple[Tensor, Handle]:
     """Start to gather [2, s/cp, b, g/tp, d] of every rank into [cp, 2, s/cp, b, g/tp, d]."""
-    pair = torch.stack((key, value))
     gathered = pair.new_empty((call.group.size(), *pair.shape))
     return gathered, start_all_gather(gathered, pair.unsqueeze(0), call.group)
 
