@@ -7,8 +7,9 @@ from megatron.core.communication import all_reduce
 from megatron.core.context_parallel import take_local
 from megatron.core.models import ModelStage
 from megatron.core.parameter import named_parameters
-from megatron.core.tensor_parallel import initialize_parameters
+from megatron.core.tensor_parallel import defer_weight_gradients, initialize_parameters
 from megatron.core.transformer import AttentionContext, RotaryEmbedding, TransformerLayer
+from megatron.core.weight_gradients import DeferredGradients
 from tests.distributed.core.models.collectives import recorded_collectives
 from tests.distributed.core.models.dense_comparison import (
     assert_close,
@@ -92,6 +93,37 @@ def _recomputed_equals_kept(changes):
 def test_recomputation_repeats_masks_and_collectives():
     # The forward's two gathers and two scatters of each of the two layers once more.
     assert run_ranks(2, _recomputed_equals_kept, {"hidden_dropout": 0.3, "attention_dropout": 0.3}) == [8, 8]
+
+
+def _deferred_equals_at_once(changes):
+    """Every gradient of two passes, bit for bit, with the weights' gradients formed at once and later."""
+    group = make_state(tp=2).group("tp")
+    for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"}):
+        config = llama_shape(seq_length=8, qk_layernorm=True, **changes, **recompute)
+        model = build(config, parallel=over(group, sequence_parallel=True))
+        deferred = DeferredGradients()
+        defer_weight_gradients(model, deferred)
+        grads = []
+        for deferred.deferring in (False, True):
+            model.zero_grad()
+            losses = [model(**batch(config), stream=STREAM.fold(micro_batch)) for micro_batch in range(2)]
+            for loss in losses:
+                loss.backward()
+                deferred.close_pass()
+            missing = [named.name for named in named_parameters(model) if named.parameter.grad is None]
+            for _ in losses:
+                deferred.run_pass()
+            grads.append([named.parameter.grad for named in named_parameters(model)])
+        assert all(torch.equal(grad, later) for grad, later in zip(*grads, strict=True))
+        assert deferred.owed == 0
+    return missing
+
+
+def test_deferred_weight_gradients_of_a_model_are_those_formed_at_once():
+    linear = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    expected = {f"decoder.layers.{number}.{name}.weight" for number in range(2) for name in linear}
+    for missing in run_ranks(2, _deferred_equals_at_once, {"hidden_dropout": 0.3, "attention_dropout": 0.3}):
+        assert set(missing) == expected
 
 
 def _embedding_masks():
