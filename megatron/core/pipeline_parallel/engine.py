@@ -1,5 +1,6 @@
 """Runs the operations of a pipeline stage, whatever schedule they came from."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,7 +9,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.pipeline_parallel.actions import (
     Action,
-    Channel,
     Exchange,
     Finish,
     Operation,
@@ -23,9 +23,11 @@ from megatron.core.pipeline_parallel.p2p import (
     start_receive,
     start_send,
 )
+from megatron.core.pipeline_parallel.timeline import EventKind, TimelineEvent
 from megatron.core.weight_gradients import DeferredGradients
 
 ForwardStep = Callable[[int, int, Tensor | None], Tensor]
+Recorder = Callable[[TimelineEvent], None]
 _Pass = tuple[int, int]
 """A model chunk of this stage and a micro-batch."""
 
@@ -39,6 +41,7 @@ def run_pipeline(
     activation: TensorSpec,
     deferred: Sequence[DeferredGradients] | None = None,
     forward_only: bool = False,
+    recorder: Recorder | None = None,
 ) -> list[Tensor]:
     """Run this stage's share of a step; every stage calls it with its own program.
 
@@ -50,7 +53,7 @@ def run_pipeline(
     until its process ends or the group's timeout is over.
 
     Args:
-        program: this stage's list out of :func:`megatron.core.pipeline_parallel.schedules.lower`.
+        program: this stage's list out of :func:`megatron.core.pipeline_parallel.lowering.lower`.
         schedule: what ``program`` was made from; says which part of the model each chunk of each stage is.
         forward: called with the chunk, the micro-batch and, for all parts of the model but the first, the
             activation of the part before. Gives the activation for the next part, as ``activation`` says; for
@@ -63,6 +66,10 @@ def run_pipeline(
             Needed where the schedule splits backward passes; a ``backward_weight`` then forms those of the
             oldest pass of its chunk.
         forward_only: evaluation: no graph is kept.
+        recorder: told of each action and, as kind ``wait``, of each time that this stage waited for a
+            transfer, in order. Times are those of the host's monotonic clock, one for all processes of a
+            host; each is taken when the current stream has done what it was given, so that a GPU, while it
+            is recorded, does not run ahead of its host.
 
     Returns:
         On the stage that holds the last part what ``forward`` gave for it, detached, in the order of the
@@ -75,7 +82,10 @@ def run_pipeline(
     stage = _Stage(schedule, forward, channels, activation, deferred or (), forward_only)
     with torch.set_grad_enabled(not forward_only):
         for operation in program:
-            stage.run(operation)
+            if recorder is None:
+                stage.run(operation)
+            else:
+                _run_recorded(stage, operation, recorder)
     stage.check_empty()
     return [stage.results[microbatch] for microbatch in sorted(stage.results)]
 
@@ -106,6 +116,19 @@ def _check_arguments(
         )
 
 
+def _run_recorded(stage: "_Stage", operation: Operation, recorder: Recorder) -> None:
+    """Run an operation and tell how long it took."""
+    if isinstance(operation, Start):
+        stage.run(operation)
+        return
+    start = stage.milliseconds()
+    stage.run(operation)
+    end = stage.milliseconds()
+    action = _subject(operation.exchange) if isinstance(operation, Finish) else operation
+    kind: EventKind = action.kind if action is operation else "wait"
+    recorder(TimelineEvent(stage.number, kind, action.chunk, action.microbatch, start, end))
+
+
 class _Stage:
     """The tensors in flight on one stage during one step."""
 
@@ -126,13 +149,18 @@ class _Stage:
         self._activation = activation
         self._deferred = deferred
         self._forward_only = forward_only
-        # By channel: what the next pass needs, and what is to leave.
-        self._arrived: dict[str, dict[_Pass, Tensor]] = {"activations": {}, "gradients": {}}
-        self._leaving: dict[str, dict[_Pass, Tensor]] = {"activations": {}, "gradients": {}}
+        self._clock_hand = torch.zeros((), device=activation.device)
+        self._arrived: dict[Action, Tensor] = {}
+        self._leaving: dict[Action, Tensor] = {}
         self._moving: dict[Exchange, Sending | Receiving] = {}
         self._inputs: dict[_Pass, Tensor] = {}
         # An edge holds the graph but not the output, which is free once sent unless the graph needs it.
         self._graphs: dict[_Pass, GradientEdge] = {}
+
+    def milliseconds(self) -> float:
+        """The time when the current stream has done what it was given; other streams are not waited for."""
+        self._clock_hand.item()  # a copy to the host waits for the current stream alone
+        return time.perf_counter() * 1e3
 
     def run(self, operation: Operation) -> None:
         """Run one operation."""
@@ -141,7 +169,7 @@ class _Stage:
         elif isinstance(operation, Finish):
             self._finish(operation.exchange)
         elif operation.kind == "forward":
-            self._forward(operation.chunk, operation.microbatch)
+            self._forward(operation)
         elif operation.kind == "backward_weight":
             self._deferred[operation.chunk].run_pass()
         else:
@@ -149,45 +177,41 @@ class _Stage:
 
     def check_empty(self) -> None:
         """Nothing may be left over when all operations have run."""
-        kept = [*self._inputs, *self._graphs, *self._moving]
-        for some in (*self._arrived.values(), *self._leaving.values()):
-            kept += some
+        kept = [*self._arrived, *self._leaving, *self._moving, *self._inputs, *self._graphs]
         assert not kept, f"the program leaves tensors behind: {kept}"
         owed = [deferred.owed for deferred in self._deferred]
         assert not any(owed), f"the program leaves the weight gradients of so many passes behind: {owed}"
 
     def _start(self, exchange: Exchange) -> None:
         """Let what has been made leave, or make room for what is needed."""
+        channel, peer = exchange.channel, exchange.peer
         if exchange.send is not None:
-            tensor = self._leaving[exchange.channel].pop((exchange.send.chunk, exchange.send.microbatch))
-            self._moving[exchange] = start_send(self._channels, exchange.channel, exchange.peer, tensor)
+            tensor = self._leaving.pop(exchange.send)
+            self._moving[exchange] = start_send(self._channels, channel, peer, tensor)
         else:
-            self._moving[exchange] = start_receive(
-                self._channels, exchange.channel, exchange.peer, self._activation
-            )
+            self._moving[exchange] = start_receive(self._channels, channel, peer, self._activation)
 
     def _finish(self, exchange: Exchange) -> None:
         """Wait until a transfer is through."""
         tensor = self._moving.pop(exchange).finish()
         if tensor is not None:
-            action = _awaited(exchange)
-            self._arrived[exchange.channel][action.chunk, action.microbatch] = tensor
+            self._arrived[_subject(exchange)] = tensor
 
-    def _forward(self, chunk: int, microbatch: int) -> None:
+    def _forward(self, action: Action) -> None:
         """Run one forward and put its output where it goes."""
-        part = self._schedule.part(self.number, chunk)
-        own = (chunk, microbatch)
-        hidden = None if part == 0 else self._arrived["activations"].pop(own)
+        own = (action.chunk, action.microbatch)
+        part = self._schedule.part(self.number, action.chunk)
+        hidden = None if part == 0 else self._arrived.pop(action)
         if hidden is not None and not self._forward_only:
             self._inputs[own] = hidden.requires_grad_()
-        output = self._forward_step(chunk, microbatch, hidden)
+        output = self._forward_step(action.chunk, action.microbatch, hidden)
         if not self._forward_only:
             self._keep_graph(part, own, output)
         if part == self._schedule.last_part:
-            self.results[microbatch] = output.detach()
+            self.results[action.microbatch] = output.detach()
         else:
             self._activation.check(output)
-            self._hand_on("activations", part + 1, own, output.detach())
+            self._hand_on(action, output.detach())
 
     def _keep_graph(self, part: int, own: _Pass, output: Tensor) -> None:
         """Remember where the backward of a micro-batch starts."""
@@ -209,7 +233,7 @@ class _Stage:
         if part == self._schedule.last_part:
             gradient = torch.ones_like(self.results[action.microbatch])
         else:
-            gradient = self._arrived["gradients"].pop(own)
+            gradient = self._arrived.pop(action)
         if action.kind == "backward":
             torch.autograd.backward(self._graphs.pop(own), gradient)
         else:
@@ -221,7 +245,7 @@ class _Stage:
             raise ValueError(
                 f"the output of chunk {action.chunk} of stage {self.number} does not depend on its input"
             )
-        self._hand_on("gradients", part - 1, own, hidden.grad)
+        self._hand_on(action, hidden.grad)
 
     def _backward_deferring(self, deferred: DeferredGradients, graph: GradientEdge, gradient: Tensor) -> None:
         """Run a backward in which layers hand over recipes instead of forming their weights' gradients."""
@@ -232,17 +256,19 @@ class _Stage:
             deferred.deferring = False
         deferred.close_pass()
 
-    def _hand_on(self, channel: Channel, part: int, own: _Pass, tensor: Tensor) -> None:
-        """Give a tensor to the pass of ``part`` that needs it: at once if that is on this stage too."""
-        stage, chunk = self._schedule.place(part)
+    def _hand_on(self, action: Action, tensor: Tensor) -> None:
+        """Give what an action made to the action that needs it: at once if that is on this stage too."""
+        target = self._schedule.target(self.number, action)
+        assert target is not None, "neither a loss nor the gradient of a sample is handed on"
+        stage, needy = target
         if stage == self.number:
-            self._arrived[channel][chunk, own[1]] = tensor
+            self._arrived[needy] = tensor
         else:
-            self._leaving[channel][own] = tensor
+            self._leaving[action] = tensor
 
 
-def _awaited(exchange: Exchange) -> Action:
+def _subject(exchange: Exchange) -> Action:
     """The action of this stage that an exchange is about."""
-    transfer = exchange.send if exchange.receive is None else exchange.receive
-    assert transfer is not None, "an exchange sends or receives"
-    return transfer
+    action = exchange.send if exchange.receive is None else exchange.receive
+    assert action is not None, "an exchange sends or receives"
+    return action

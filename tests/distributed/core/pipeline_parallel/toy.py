@@ -1,9 +1,11 @@
 """A small model in parts, for the pipeline engine; its layers honour deferred weight gradients."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
-from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.engine import run_pipeline
 from megatron.core.pipeline_parallel.lowering import lower
 from megatron.core.pipeline_parallel.p2p import PipelineChannels, TensorSpec
@@ -77,12 +79,37 @@ def layers_of(part, parts):
     return range(part * LAYERS // parts, (part + 1) * LAYERS // parts)
 
 
-class Stage:
-    """This rank's chunks under one placement of the model's parts, and what the engine needs to run them."""
+class Case(NamedTuple):
+    """A schedule by its name, and how much it has to do."""
 
-    def __init__(self, state: ParallelState, schedule, dtype=torch.float64, scatter_gather=False):
+    name: str
+    chunks: int
+    count: int
+    """Micro-batches."""
+    group_size: int | None = None
+
+
+@functools.cache
+def schedule_of(case, stages):
+    """The schedule of a case over so many stages."""
+    return build_schedule(
+        case.name, stages=stages, microbatches=case.count, chunks=case.chunks, group_size=case.group_size
+    )
+
+
+@functools.cache
+def programs_of(case, stages, forward_only=False):
+    """What each stage does in a case."""
+    return lower(schedule_of(case, stages), forward_only=forward_only)
+
+
+class Stage:
+    """This rank's chunks as a schedule places them, and what the engine needs to run them."""
+
+    def __init__(self, state, case, dtype=torch.float64, scatter_gather=False):
         pp = state.group("pp")
-        self.number, self.dtype, self.data = pp.rank(), dtype, None
+        schedule = schedule_of(case, pp.size())
+        self.number, self.case, self.dtype, self.data = pp.rank(), case, dtype, None
         self.channels = PipelineChannels(pp, state.pp_gradients, state.group("tp"), scatter_gather)
         self.deferred = [DeferredGradients() for _ in range(schedule.chunks)]
         self.parts = [schedule.part(self.number, chunk) for chunk in range(schedule.chunks)]
@@ -108,19 +135,19 @@ class Stage:
             return hidden
         return (hidden - targets).square().sum() / len(self.data)
 
-    def step(self, schedule, *, seed=100, forward_only=False, **kwargs):
-        """Run a schedule whose parts lie like those that this was made for; what the engine gives."""
-        count = 1 + max(action.microbatch for action in schedule.stages[0])
-        self.data = microbatches(count, self.dtype, seed)
+    def step(self, case=None, *, seed=100, forward_only=False, **kwargs):
+        """Run one step, of another case if it places parts likewise; give what the engine gives."""
+        case, stages = case or self.case, self.channels.activations.size()
+        self.data = microbatches(case.count, self.dtype, seed)
         for layer in self.layers.values():
             layer.zero_grad(set_to_none=True)
         return run_pipeline(
-            lower(schedule, forward_only=forward_only)[self.number],
-            schedule=schedule,
+            kwargs.pop("program", programs_of(case, stages, forward_only)[self.number]),
+            schedule=kwargs.pop("schedule", schedule_of(case, stages)),
             forward=kwargs.pop("forward", self.forward),
             channels=self.channels,
             activation=TensorSpec(SHAPE, self.dtype, torch.device("cpu")),
-            deferred=self.deferred,
+            deferred=kwargs.pop("deferred", self.deferred),
             forward_only=forward_only,
             **kwargs,
         )
@@ -130,13 +157,18 @@ class Stage:
         return {number: (layer.weight.grad, layer.bias.grad) for number, layer in self.layers.items()}
 
 
-def schedule_for(state, name, chunks, count):
-    """A schedule over the stages of a layout."""
-    return build_schedule(name, stages=state.size("pp"), microbatches=count, chunks=chunks)
+def cases_for(stages):
+    """All kinds of schedules over so many stages, with few and with many micro-batches, even and uneven."""
+    single = [Case(name, 1, count) for name in ("gpipe", "1f1b", "zb-h1") for count in (1, 2, 3, 4, 7)]
+    even = [
+        Case("interleaved", chunks, rounds * stages) for chunks, rounds in ((2, 1), (2, 2), (4, 1), (4, 3))
+    ]
+    uneven = [Case("interleaved", chunks, 2 * stages + 1, stages + 1) for chunks in (2, 4)]
+    return [*single, *even, *uneven, *(Case("zb-v", 2, count) for count in (1, 2, 3, 4, 7))]
 
 
 def assert_equals_dense(ranks, case, count, seed=100):
-    """Assert that what :func:`train` gave on all ranks for a case is what the dense model gives.
+    """Assert that all ranks' losses and gradients of a case are the dense model's; on how many losses were.
 
     Args:
         ranks: for each rank its results by case: losses and gradients.
