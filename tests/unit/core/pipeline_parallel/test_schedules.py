@@ -1,4 +1,4 @@
-import random
+import itertools
 import subprocess
 import sys
 from typing import get_args, get_type_hints
@@ -6,208 +6,161 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron.core.config import ParallelConfig
-from megatron.core.pipeline_parallel.blocking import (
-    SCHEDULES,
-    Action,
-    Exchange,
-    check_blocking,
-    gpipe,
-    lower,
-    one_f_one_b,
-)
-
-SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 17)]
+from megatron.core.pipeline_parallel.schedules import SCHEDULE_CHUNKS, build_schedule
+from tests.unit.core.pipeline_parallel.orders import places, read
 
 
-def _read(text):
-    """``"F0 B0"`` as actions."""
-    kinds = {"F": "forward", "B": "backward"}
-    return [Action(kinds[word[0]], 0, int(word[1:])) for word in text.split()]
+def _orders(name, stages, microbatches, chunks=1, group_size=None):
+    return build_schedule(
+        name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
+    ).stages
 
 
-def _needs(stages, stage, action):
-    """What must have run before an action, by the chain rule."""
-    if action.kind == "forward":
-        return [(stage - 1, action)] if stage > 0 else []
-    own_forward = (stage, Action("forward", 0, action.microbatch))
-    return [own_forward] + ([(stage + 1, action)] if stage < stages - 1 else [])
+def test_one_f_one_b_and_gpipe_by_hand():
+    assert _orders("1f1b", 3, 4) == (
+        read("F0 F1 F2 B0 F3 B1 B2 B3"),
+        read("F0 F1 B0 F2 B1 F3 B2 B3"),
+        read("F0 B0 F1 B1 F2 B2 F3 B3"),
+    )
+    assert _orders("1f1b", 4, 2)[0] == read("F0 F1 B0 B1")
+    assert _orders("gpipe", 2, 3) == (read("F0 F1 F2 B0 B1 B2"),) * 2
 
 
-def _random_schedule(stages, microbatches, rng):
-    """Any order that respects the needs, cut into stages."""
-    left = {
-        (stage, Action(kind, 0, i))
-        for stage in range(stages)
-        for kind in ("forward", "backward")
-        for i in range(microbatches)
-    }
-    schedule = [[] for _ in range(stages)]
-    while left:
-        ready = [node for node in left if not any(need in left for need in _needs(stages, *node))]
-        node = rng.choice(sorted(ready, key=repr))
-        left.remove(node)
-        schedule[node[0]].append(node[1])
-    return schedule
+def test_interleaved_by_hand():
+    # Narayanan et al. 2021, figure 4, drawn again for two stages of two chunks.
+    assert _orders("interleaved", 2, 4, 2) == (
+        read("F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"),
+        read("F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3"),
+    )
+    # Two micro-batches are all in flight before the first backward of the first stage.
+    assert _orders("interleaved", 2, 2, 2) == (
+        read("F0 F1 F0' F1' B0' B1' B0 B1"),
+        read("F0 F1 F0' B0' F1' B1' B0 B1"),
+    )
 
 
-def _run_with_blocking_sends(programs):
-    """Run the programs, a transfer only when both ends have come to it; give the stages that get stuck."""
-    at = [0] * len(programs)
-    done = [set() for _ in programs]
-    moved = True
-    while moved:
-        moved = False
-        for stage, program in enumerate(programs):
-            if at[stage] == len(program):
-                continue
-            operation = program[at[stage]]
-            if isinstance(operation, Action):
-                assert all(need in done[stage] for need in _needs(len(programs), stage, operation))
-                done[stage].add((stage, operation))
-            else:
-                peer = operation.peer
-                mirror = Exchange(stage, send=operation.receive, receive=operation.send)
-                if at[peer] == len(programs[peer]) or programs[peer][at[peer]] != mirror:
-                    continue
-                at[peer] += 1
-                if operation.send is not None:
-                    assert (stage, operation.send) in done[stage]
-                    done[peer].add((stage, operation.send))
-                if operation.receive is not None:
-                    assert (peer, operation.receive) in done[peer]
-                    done[stage].add((peer, operation.receive))
-            at[stage] += 1
-            moved = True
-    return [stage for stage, program in enumerate(programs) if at[stage] < len(program)]
+def test_interleaved_takes_groups_of_another_size_and_a_last_one_that_is_smaller():
+    assert _orders("interleaved", 2, 5, 2, 3) == (
+        read("F0 F1 F2 F0' F1' F2' B0' F3 B1' F4 B2' F3' B0 F4' B1 B2 B3' B4' B3 B4"),
+        read("F0 F1 F2 F0' B0' F1' B1' F2' B2' F3 B0 F4 B1 F3' B2 F4' B3' B4' B3 B4"),
+    )
 
 
-def test_orders_by_hand():
-    assert one_f_one_b(3, 4) == [
-        _read("F0 F1 F2 B0 F3 B1 B2 B3"),
-        _read("F0 F1 B0 F2 B1 F3 B2 B3"),
-        _read("F0 B0 F1 B1 F2 B2 F3 B3"),
-    ]
-    assert one_f_one_b(4, 2)[0] == _read("F0 F1 B0 B1")
-    assert gpipe(2, 3) == [_read("F0 F1 F2 B0 B1 B2")] * 2
+def test_zb_h1_by_hand():
+    # Qi et al. 2023, figure 3: 1F1B whose last stage is as many weights behind as there are stages before it.
+    assert _orders("zb-h1", 3, 4) == (
+        read("F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"),
+        read("F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"),
+        read("F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"),
+    )
+    assert _orders("zb-h1", 4, 8)[3] == read(
+        "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7"
+    )
+    assert _orders("zb-h1", 3, 1) == (read("F0 I0 W0"),) * 3
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_deadlock_with_blocking_sends(name):
-    for stages, microbatches in SHAPES:
-        schedule = SCHEDULES[name](stages, microbatches)
-        for forward_only in (False, True):
-            programs = lower(schedule, forward_only=forward_only)
-            check_blocking(programs)
-            assert _run_with_blocking_sends(programs) == []
-            for actions, program in zip(schedule, programs, strict=True):
-                ran = [operation for operation in program if isinstance(operation, Action)]
-                assert ran == [a for a in actions if a.kind == "forward" or not forward_only]
+def test_zb_v_by_hand():
+    assert _orders("zb-v", 2, 4, 2) == (
+        read("F0 F1 F2 F0' I0' W0' F1' I1' W1' F3 I0 W0 F2' I2' W2' I1 W1 F3' I3' W3' I2 W2 I3 W3"),
+        read("F0 F0' F1 F1' I0' W0' F2 I0 W0 F2' I1' W1' F3 I1 W1 F3' I2' W2' I2 I3' I3 W2 W3' W3"),
+    )
+    assert _orders("zb-v", 2, 1, 2) == (read("F0 F0' I0' W0' I0 W0"),) * 2
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_sends_are_prompt_and_receives_late(name):
-    for stages, microbatches in SHAPES:
-        for program in lower(SCHEDULES[name](stages, microbatches)):
-            for index, operation in enumerate(program):
-                if not isinstance(operation, Exchange):
-                    continue
-                action_before = next((a for a in reversed(program[:index]) if isinstance(a, Action)), None)
-                action_after = next((a for a in program[index:] if isinstance(a, Action)), None)
-                assert operation.send in (None, action_before)
-                assert operation.receive in (None, action_after)
+def test_parts_of_the_model_lie_in_a_loop_or_in_a_v():
+    loop = build_schedule("interleaved", stages=3, microbatches=3, chunks=2)
+    assert [loop.place(part) for part in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    v = build_schedule("zb-v", stages=3, microbatches=3, chunks=2)
+    assert [v.place(part) for part in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    for schedule in (loop, v):
+        assert [schedule.part(*schedule.place(part)) for part in range(6)] == list(range(6))
+        assert [schedule.place(part) for part in range(6)] == places(3, 2, schedule.placement)
+        assert schedule.last_part == 5
+    assert v.splits_backward
+    assert not loop.splits_backward
 
 
-def test_opposing_transfers_are_one_exchange():
-    # Stage 1 of 3, 1F1B: warm-up, then each forward goes up as a gradient comes down, and the reverse.
-    f, b = _read("F0 F1 F2 F3"), _read("B0 B1 B2 B3")
-    assert lower(one_f_one_b(3, 4))[1] == [
-        Exchange(0, receive=f[0]),
-        f[0],
-        Exchange(2, send=f[0]),
-        Exchange(0, receive=f[1]),
-        f[1],
-        Exchange(2, send=f[1], receive=b[0]),
-        b[0],
-        Exchange(0, send=b[0], receive=f[2]),
-        f[2],
-        Exchange(2, send=f[2], receive=b[1]),
-        b[1],
-        Exchange(0, send=b[1], receive=f[3]),
-        f[3],
-        Exchange(2, send=f[3], receive=b[2]),
-        b[2],
-        Exchange(0, send=b[2]),
-        Exchange(2, receive=b[3]),
-        b[3],
-        Exchange(0, send=b[3]),
-    ]
+def test_outputs_go_to_the_next_part_and_gradients_to_the_one_before():
+    f, b, w = read("F5 I5 W5")
+    v = build_schedule("zb-v", stages=3, microbatches=6, chunks=2)
+    assert v.target(1, f) == (2, f)
+    assert v.target(2, f) == (2, f._replace(chunk=1))  # the turn of the V: nothing travels
+    assert v.target(0, f._replace(chunk=1)) is None
+    assert v.source(0, f) is None
+    assert v.target(0, b._replace(chunk=1)) == (1, b._replace(chunk=1))
+    assert v.source(2, b) == (2, b._replace(chunk=1))
+    assert v.target(0, b) is None
+    assert v.target(1, w) is None
+    assert v.source(1, w) is None
+    loop = build_schedule("interleaved", stages=3, microbatches=6, chunks=2)
+    assert loop.target(2, f) == (0, f._replace(chunk=1))
+    assert loop.source(0, f._replace(chunk=1)) == (2, f)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_each_link_carries_each_microbatch_once_each_way(name):
-    for stages, microbatches in SHAPES:
-        programs = lower(SCHEDULES[name](stages, microbatches))
-        sent = sum(isinstance(op, Exchange) and op.send is not None for program in programs for op in program)
-        assert sent == 2 * (stages - 1) * microbatches
-
-
-def test_any_order_that_can_run_is_lowered_without_deadlock():
-    rng = random.Random(7)
-    for _ in range(300):
-        schedule = _random_schedule(rng.randint(2, 5), rng.randint(1, 6), rng)
-        programs = lower(schedule)
-        check_blocking(programs)
-        assert _run_with_blocking_sends(programs) == []
-
-
-def test_an_order_that_cannot_run_is_refused():
-    with pytest.raises(ValueError, match=r"can never run: stage 0 .*backward.*stage 1 .*forward"):
-        lower([_read("F0 B0 F1 B1"), _read("F0 F1 B0 B1")])
-    with pytest.raises(ValueError, match="before its forward"):
-        lower([_read("B0 F0")])
-    with pytest.raises(ValueError, match="twice"):
-        lower([_read("F0 F0 B0")])
-    with pytest.raises(ValueError, match="stages 0 and 1 differ"):
-        lower([_read("F0 B0 F1 B1"), _read("F0 B0")])
-
-
-def test_check_blocking_finds_the_classic_deadlock():
-    # 1F1B without fused exchanges: stage 0 sends F1 while stage 1 sends B0, and neither posts its receive.
-    f0, f1, b0, b1 = _read("F0 F1 B0 B1")
-    upper = [f0, Exchange(1, send=f0), f1, Exchange(1, send=f1), Exchange(1, receive=b0), b0]
-    upper += [Exchange(1, receive=b1), b1]
-    lower_ = [Exchange(0, receive=f0), f0, b0, Exchange(0, send=b0), Exchange(0, receive=f1), f1, b1]
-    lower_ += [Exchange(0, send=b1)]
-    assert _run_with_blocking_sends([upper, lower_]) == [0, 1]
-    with pytest.raises(ValueError, match=r"in a circle: .*forward.*backward"):
-        check_blocking([upper, lower_])
-    upper[3:5] = [Exchange(1, send=f1, receive=b0)]
-    with pytest.raises(ValueError, match="does not mirror it"):
-        check_blocking([upper, lower_])
-    lower_[3:5] = [Exchange(0, send=b0, receive=f1)]
-    check_blocking([upper, lower_])
-
-
-def test_check_blocking_finds_misplaced_operations():
-    f0 = Action("forward", 0, 0)
-    with pytest.raises(ValueError, match=r"stage 1 runs .*before its input"):
-        check_blocking([[f0, Exchange(1, send=f0)], [f0, Exchange(0, receive=f0)]])
-    with pytest.raises(ValueError, match=r"stage 0 sends .*out of turn"):
-        check_blocking([[Exchange(1, send=f0), f0], [Exchange(0, receive=f0), f0]])
-    with pytest.raises(ValueError, match=r"stage 0 sends .* to 2 out of turn"):
-        check_blocking([[f0, Exchange(2, send=f0)], [], [Exchange(0, receive=f0)]])
-    with pytest.raises(ValueError, match="stage 0 never sends"):
-        check_blocking([[f0], []])
+@pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
+def test_every_stage_runs_every_pass_once(name):
+    for stages, microbatches, chunks in itertools.product((1, 2, 5, 8), (1, 2, 3, 7, 16), (1, 2, 3)):
+        if chunks not in SCHEDULE_CHUNKS[name] or (name == "interleaved" and microbatches % stages):
+            continue
+        kinds = ("F", "I", "W") if name.startswith("zb") else ("F", "B")
+        words = [
+            f"{kind}{i}" + "'" * chunk
+            for kind in kinds
+            for i in range(microbatches)
+            for chunk in range(chunks)
+        ]
+        for actions in _orders(name, stages, microbatches, chunks):
+            assert sorted(actions) == sorted(read(" ".join(words)))
 
 
 def test_names_are_those_of_the_flag():
-    assert set(SCHEDULES) == set(get_args(get_type_hints(ParallelConfig)["pipeline_schedule"]))
+    kinds = get_type_hints(ParallelConfig)["pipeline_schedule"]
+    assert set(SCHEDULE_CHUNKS) == set(get_args(get_args(kinds)[0]))
+    with pytest.raises(ValueError, match="--pipeline-schedule zb-2: there is gpipe, 1f1b"):
+        _orders("zb-2", 2, 2)
     with pytest.raises(ValueError, match="at least 1"):
-        one_f_one_b(2, 0)
+        _orders("1f1b", 2, 0)
     with pytest.raises(ValueError, match="at least 1"):
-        gpipe(0, 2)
+        _orders("gpipe", 0, 2)
+
+
+def test_each_schedule_has_its_number_of_chunks():
+    with pytest.raises(ValueError, match="--pipeline-schedule 1f1b takes 1 chunk a stage, not 2"):
+        _orders("1f1b", 2, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"interleaved takes 2 chunks or more a stage, not 1: .*--num-virtual"
+    ):
+        _orders("interleaved", 2, 2, 1)
+    with pytest.raises(ValueError, match="zb-v takes 2 chunks a stage, not 3"):
+        _orders("zb-v", 2, 2, 3)
+    with pytest.raises(ValueError, match=r"group-size.* 2 is for --pipeline-schedule interleaved, not gpipe"):
+        _orders("gpipe", 2, 2, 1, 2)
+
+
+def test_interleaved_says_which_counts_of_microbatches_are_valid():
+    message = (
+        r"cannot run 3 micro-batches in groups of 2 over --pipeline-model-parallel-size 2: the last group "
+        r"would have 1, .*Valid counts of micro-batches near it: 2, 4, 6\. Change --global-batch-size"
+        r".*, or give --microbatch-group-size-per-virtual-pipeline-stage 3$"
+    )
+    with pytest.raises(ValueError, match=message):
+        _orders("interleaved", 2, 3, 2)
+    with pytest.raises(ValueError, match=r"the last group would have 2, .* 4, 8\. .*--micro-batch-size$"):
+        _orders("interleaved", 4, 2, 2)
+    with pytest.raises(ValueError, match=r"near it: 4, 5, 6, 10, 11, 12, 16, 17, 18\. .*-stage 5$"):
+        _orders("interleaved", 4, 9, 2, 6)
+    with pytest.raises(
+        ValueError, match=r"-stage 2 is less than --pipeline-model-parallel-size 4: .*least 4"
+    ):
+        _orders("interleaved", 4, 8, 2, 2)
+    for count in (4, 5, 6, 10, 11, 12, 16, 17, 18):
+        assert _orders("interleaved", 4, count, 2, 6)
+    assert _orders("interleaved", 4, 9, 2, 5)
 
 
 def test_a_planner_needs_no_torch():
-    code = "import sys, megatron.core.pipeline_parallel.simulation; sys.exit('torch' in sys.modules)"
+    modules = "lowering, partition, proof, schedules, simulation, timeline"
+    code = (
+        f"import sys; from megatron.core.pipeline_parallel import {modules}; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
