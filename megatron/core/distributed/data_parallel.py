@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.communication import start_all_reduce, start_reduce_scatter
+from megatron.core.communication import all_reduce, start_all_reduce, start_reduce_scatter
 from megatron.core.distributed.buffers import ParameterBuffers
 from megatron.core.distributed.filling import Filling, GradientPool
 
@@ -39,8 +39,8 @@ class GradientReducer:
         reducer.finish()
 
     Afterwards the gradients of ``buffers.buckets`` are sums over all ranks. All data-parallel ranks reduce
-    the same buckets in the same order. With divided gradients and several model chunks that takes it that
-    each pass gives gradients to the same parameters on all of them.
+    the same buckets in the same order. With divided gradients that takes it that each pass gives gradients
+    to the same parameters on all of them, which is checked.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype if data_group.size() > 1 else None
         self._pool = GradientPool()
         self._rounds = 0
+        self._order = 0  # a hash of the order in which buckets have been reduced
         self._under_way: list[Callable[[], None]] = []
         self._fillings = [Filling(bucket, self._pool) for bucket in buffers.flat_buckets]
         for index, filling in enumerate(self._fillings):
@@ -93,6 +94,7 @@ class GradientReducer:
         """
         assert not self._under_way, "finish() has not been called since the last backward"
         self._rounds = num_microbatches if self._each_microbatch else 1
+        self._order = 0
         for filling in self._fillings:
             filling.begin(num_microbatches, self._rounds)
 
@@ -100,6 +102,9 @@ class GradientReducer:
         """Complete the gradients of this step: afterwards each own bucket holds the sums over all ranks.
 
         Parameters that got no gradient at all have a zero one.
+
+        Raises:
+            RuntimeError: on all ranks, if divided gradients were reduced in another order on some of them.
         """
         for done in range(self._rounds):
             for filling in self._fillings:
@@ -107,11 +112,25 @@ class GradientReducer:
                     self._reduce(filling)
         self._complete(leave=0)
         self._pool.clear()
+        if self._each_microbatch and self._group.size() > 1:
+            self._check_order()
+
+    def _check_order(self) -> None:
+        """Refuse sums of buckets that do not belong together."""
+        orders = torch.tensor([self._order, -self._order], device=self._buffers.device)
+        highest, lowest = all_reduce(orders, self._group, dist.ReduceOp.MAX).tolist()
+        if highest != -lowest:
+            raise RuntimeError(
+                "data-parallel ranks have reduced gradients in different orders, since some parameters got "
+                "gradients in other passes than on other ranks: this step's gradients are worthless. Use "
+                "--data-parallel-sharding-strategy optim"
+            )
 
     def _arrive(self, index: int, number: int, parameter: nn.Parameter) -> None:
         """Take over a parameter's gradient of one micro-batch."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # a backward pass that leaves this weight's gradient for later
+            return
         filling = self._fillings[index]
         filling.store(number, gradient)
         parameter.grad = None
@@ -130,6 +149,7 @@ class GradientReducer:
 
     def _reduce(self, filling: Filling) -> None:
         """Start to sum a bucket over the ranks; what is left to do then waits in ``_under_way``."""
+        self._order = (self._order * 1_000_003 + self._fillings.index(filling) + 1) % (1 << 62)
         first = filling.rounds_done == 0
         whole = filling.take()
         bucket = filling.bucket

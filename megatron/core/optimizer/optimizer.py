@@ -153,6 +153,7 @@ class Optimizer:
         )
 
     def _update(self, coefficient: float, learning_rate: float, weight_decay: float) -> None:
+        self._store.wait_for_parameters()  # weights that are still on their way must not change
         if coefficient != 1:
             for bucket in self._store.buckets:
                 bucket.gradients.mul_(coefficient)

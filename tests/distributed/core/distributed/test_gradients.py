@@ -6,12 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.communication import Meter, MeteredGroup
 from megatron.core.distributed import (
     GradientReducer,
     ParameterBuffers,
     ReplicaError,
     SharedGradients,
     check_replicas,
+)
+from megatron.core.distributed.buffers import Strategy
+from megatron.core.parameter import (
+    NamedParameter,
+    ParameterFacts,
+    Piece,
+    Placement,
+    make_parameter,
+    replicated_facts,
 )
 from tests.harness import make_state, run_ranks
 from tests.unit.core.distributed.toy import Probe, TwoLayers, parameters, whole
@@ -129,6 +139,78 @@ def test_tied_and_partly_shared_gradients_become_whole(world: int, tp: int, pp: 
         assert len(found) >= 6
         for name, (gradient, expected) in found.items():
             torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-14, msg=f"{rank} {name}")
+
+
+SHAPES = {"qkv.weight": (5, 100), "bias": (6,), "norm.weight": (70,)}
+
+
+def gradient_of(name: str, tp_rank: int, replica: int) -> torch.Tensor:
+    """What a rank's backward gives: that of "bias" is whole on each, that of "norm.weight" a part."""
+    seed = 100 * list(SHAPES).index(name) + 10 * replica + (0 if name == "bias" else tp_rank)
+    return torch.randn(SHAPES[name], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def sums_of_slices(strategy: Strategy) -> tuple[list[tuple[str, int, torch.Tensor]], list[tuple[int, float]]]:
+    """Name, start and values of each part that this rank keeps; calls and bytes over tp of two steps."""
+    state = make_state(tp=2)
+    rank, meter = state.rank("tp"), Meter()
+    float64 = Placement(torch.float64, torch.device("cpu"))
+    module = torch.nn.Module()
+    facts = {
+        # 3 query rows of its own, and 2 key and value rows that both ranks hold.
+        "qkv.weight": ParameterFacts((8, 100), 0, (Piece(0, 3 * rank, 3), Piece(3, 6, 2, rank == 0)), None),
+        "bias": replicated_facts((6,), rank),
+        "norm.weight": replicated_facts((70,), rank, partial_over_tp=True),
+    }
+    named = [
+        NamedParameter(name, make_parameter(SHAPES[name], facts[name], float64), facts[name])
+        for name in SHAPES
+    ]
+    for one in named:
+        torch.nn.init.ones_(one.parameter)
+        module.register_parameter(one.name.replace(".", "_"), one.parameter)
+    buffers = ParameterBuffers(named, bucket_size=None, strategy=strategy, data_group=state.data_group)
+    reducer = GradientReducer(buffers, state.data_group, overlap=False)
+    shared = SharedGradients(buffers, MeteredGroup(state.group("tp"), "tp", meter), None)
+    meter.take()
+    traffic = []
+    for _ in range(2):
+        reducer.zero_grad(1)
+        for one in named:
+            one.parameter.backward(gradient_of(one.name, rank, state.data_group.rank()))
+        reducer.finish()
+        shared.sum()
+        traffic += [(entry.calls, entry.moved_bytes) for entry in meter.take().values()]
+    parts = [(part, bucket) for bucket in buffers.buckets for part in bucket.parts]
+    return [
+        (part.named.name, part.start, part.view(bucket.gradients).clone()) for part, bucket in parts
+    ], traffic
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_shared_and_partial_gradients_of_slices_are_sums(strategy: Strategy):
+    """Of two data-parallel ranks one has 384 elements of qkv, the other the last 116, bias and norm."""
+    expected = {}
+    for tp_rank in range(2):
+        for name in SHAPES:
+            expected[name, tp_rank] = sum(gradient_of(name, tp_rank, replica) for replica in range(2))
+    expected["norm.weight", 0] = expected["norm.weight", 1] = (
+        expected["norm.weight", 0] + expected["norm.weight", 1]
+    )
+    rows = expected["qkv.weight", 0][3:] + expected["qkv.weight", 1][3:]
+    expected["qkv.weight", 0][3:] = expected["qkv.weight", 1][3:] = rows
+    found: dict[tuple[str, int], int] = {}
+    elements = 0.0
+    for rank, (parts, traffic) in enumerate(run_ranks(4, sums_of_slices, strategy)):
+        for name, start, values in parts:
+            right = expected[name, rank % 2].flatten()[start : start + values.numel()]
+            torch.testing.assert_close(values, right, rtol=1e-14, atol=1e-14)
+            found[name, rank % 2] = found.get((name, rank % 2), 0) + values.numel()
+        assert [calls for calls, _ in traffic] == [1, 1]
+        elements += traffic[0][1] / 8  # on a ring of two each rank sends as much as there is
+    copies = 2 if strategy == "no_shard" else 1
+    assert found == {(name, rank): copies * expected[name, rank].numel() for name, rank in expected}
+    assert elements == 2 * copies * (200 + 70)
 
 
 def compare_replicas(tp: int, odd_rank: int | None) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.config import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed import GradientReducer, ParameterBuffers, SharedGradients
+from megatron.core.distributed.buffers import Strategy
 from megatron.core.optimizer import NonFiniteGradientError, Optimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parameter import ParameterFacts
@@ -28,10 +29,13 @@ class Engine:
         *,
         dtype: torch.dtype = torch.float64,
         tied: bool = True,
+        strategy: Strategy = "no_shard",
     ) -> None:
         self.state = state
         self.probe = Probe(state, dtype, tied=tied)
-        self.buffers = ParameterBuffers(parameters(self.probe), bucket_size=None)
+        self.buffers = ParameterBuffers(
+            parameters(self.probe), bucket_size=40, strategy=strategy, data_group=state.data_group
+        )
         self.reducer = GradientReducer(self.buffers, state.data_group, overlap=False)
         self.shared = SharedGradients(self.buffers, state.group("tp"), state.embedding_group)
         groups = {"model_group": state.model_group, "data_group": state.data_group}
@@ -44,13 +48,20 @@ class Engine:
         self.reducer.finish()
         self.shared.sum()
 
+    def spoil(self, name: str, value: float) -> None:
+        """Put a number into this rank's own gradients of a parameter, after all sums over ranks."""
+        for bucket in self.buffers.buckets:
+            for part in bucket.parts:
+                if part.named.name == name:
+                    part.view(bucket.gradients)[-1] = value
+
 
 def train(
-    tp: int, pp: int, tied: bool, clip: float
+    tp: int, pp: int, tied: bool, clip: float, strategy: Strategy = "no_shard"
 ) -> tuple[Steps, float, list[tuple[str, torch.Tensor, ParameterFacts]]]:
     """Three Adam steps; what each returned, the norm of the weights, and this rank's weights."""
     config = OptimizerConfig(clip_grad=clip, log_num_zeros_in_grad=True)
-    engine = Engine(make_state(tp, pp), config, PrecisionConfig(), tied=tied)
+    engine = Engine(make_state(tp, pp), config, PrecisionConfig(), tied=tied, strategy=strategy)
     steps: Steps = []
     for salt in (2, 3, 4):
         engine.backward(salt)
@@ -87,14 +98,28 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "tied"), [*LAYOUTS, (4, 2, 2, True)])
-def test_norm_clip_zeros_and_weights_do_not_depend_on_the_layout(world: int, tp: int, pp: int, tied: bool):
+SHARDED_LAYOUTS: list[tuple[int, int, int, bool, Strategy]] = [
+    (4, 1, 1, True, "optim"),
+    (4, 2, 1, True, "optim"),
+    (4, 1, 2, True, "optim"),
+    (4, 1, 2, False, "optim_grads"),
+    (4, 2, 1, True, "optim_grads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "tied", "strategy"),
+    [*((*layout, "no_shard") for layout in [*LAYOUTS, (4, 2, 2, True)]), *SHARDED_LAYOUTS],
+)
+def test_norm_clip_zeros_and_weights_do_not_depend_on_the_layout(
+    world: int, tp: int, pp: int, tied: bool, strategy: Strategy
+):
     gradients = [[whole(name, salt) for name in SHAPES] for salt in (2, 3, 4)]
     norms = [math.sqrt(sum(g.square().sum().item() for g in step)) for step in gradients]
     zeros = [sum(int((g == 0).sum()) for g in step) for step in gradients]
     dense = dense_weights(0.1)
     weights_norm = math.sqrt(sum(w.square().sum().item() for w in dense.values()))
-    for steps, params_norm, weights in run_ranks(world, train, tp, pp, tied, 0.1):
+    for steps, params_norm, weights in run_ranks(world, train, tp, pp, tied, 0.1, strategy):
         assert [step[0] for step in steps] == pytest.approx(norms, rel=1e-12)
         assert [step[1] for step in steps] == zeros
         assert params_norm == pytest.approx(weights_norm, rel=1e-12)
@@ -104,45 +129,48 @@ def test_norm_clip_zeros_and_weights_do_not_depend_on_the_layout(world: int, tp:
 
 
 def overflow_on_one_rank(
-    tp: int, pp: int, name: str, rank: int, bad: float
+    tp: int, pp: int, name: str, rank: int, bad: float, strategy: Strategy
 ) -> list[tuple[bool, float, bool]]:
     """Three fp16 steps, in the second a bad gradient on one rank: (updated, scale, weights changed)."""
     precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1, loss_scale_window=2)
-    engine = Engine(make_state(tp, pp), OptimizerConfig(), precision, dtype=torch.float16)
+    engine = Engine(make_state(tp, pp), OptimizerConfig(), precision, dtype=torch.float16, strategy=strategy)
     seen = []
     for step in range(3):
-        before = [bucket.weights.clone() for bucket in engine.buffers.buckets]
+        before = [bucket.weights.clone() for bucket in engine.buffers.flat_buckets]
         engine.backward(2)
         if step == 1 and dist.get_rank() == rank:
-            engine.buffers.gradients()[name].view(-1)[-1] = bad
+            engine.spoil(name, bad)
         result = engine.optimizer.step(0.01, 0.1)
-        after = [bucket.weights for bucket in engine.buffers.buckets]
+        after = [bucket.weights for bucket in engine.buffers.flat_buckets]
         changed = not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         seen.append((result.updated, engine.optimizer.loss_scale, changed))
     return seen
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "name", "rank"),
+    ("tp", "pp", "name", "rank", "strategy"),
     [
-        (1, 2, "row.weight", 1),  # one stage alone
-        (2, 1, "qkv.weight", 0),  # one tensor-parallel rank alone
-        (2, 1, "norm.weight", 1),  # in a duplicate that no norm counts
-        (1, 1, "norm.weight", 1),  # in one data-parallel replica, after the reduction
+        (1, 2, "row.weight", 1, "no_shard"),  # one stage alone
+        (2, 1, "qkv.weight", 0, "no_shard"),  # one tensor-parallel rank alone
+        (2, 1, "norm.weight", 1, "no_shard"),  # in a duplicate that no norm counts
+        (1, 1, "norm.weight", 1, "no_shard"),  # in one data-parallel replica, after the reduction
+        (1, 1, "final.weight", 0, "optim"),  # in the slice of one data-parallel rank
     ],
 )
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_overflow_on_one_rank_is_skipped_by_all(tp: int, pp: int, name: str, rank: int, bad: float):
-    for seen in run_ranks(2, overflow_on_one_rank, tp, pp, name, rank, bad):
+def test_an_overflow_on_one_rank_is_skipped_by_all(
+    tp: int, pp: int, name: str, rank: int, strategy: Strategy, bad: float
+):
+    for seen in run_ranks(2, overflow_on_one_rank, tp, pp, name, rank, bad, strategy):
         assert seen == [(True, 8.0, True), (False, 4.0, False), (True, 4.0, True)]
 
 
-def bad_gradient_without_scaling(tp: int, pp: int) -> tuple[str, bool]:
-    engine = Engine(make_state(tp, pp), OptimizerConfig(), PrecisionConfig())
+def bad_gradient_without_scaling(tp: int, pp: int, name: str, strategy: Strategy) -> tuple[str, bool]:
+    engine = Engine(make_state(tp, pp), OptimizerConfig(), PrecisionConfig(), strategy=strategy)
     engine.backward(2)
     before = [bucket.weights.clone() for bucket in engine.buffers.buckets]
     if dist.get_rank() == 1:
-        engine.buffers.gradients()["row.weight"][0, 0] = math.nan
+        engine.spoil(name, math.nan)
     message = ""
     try:
         engine.optimizer.step(0.01, 0.1)
@@ -152,14 +180,23 @@ def bad_gradient_without_scaling(tp: int, pp: int) -> tuple[str, bool]:
     return message, all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 1)])
-def test_a_bad_gradient_ends_all_ranks_before_the_update(tp: int, pp: int):
-    answers = run_ranks(2, bad_gradient_without_scaling, tp, pp)
+@pytest.mark.parametrize(
+    ("tp", "pp", "name", "strategy"),
+    [
+        (2, 1, "row.weight", "no_shard"),
+        (1, 2, "row.weight", "no_shard"),
+        (1, 1, "row.weight", "no_shard"),
+        (1, 1, "qkv.bias", "optim"),
+    ],
+)
+def test_a_bad_gradient_ends_all_ranks_before_the_update(tp: int, pp: int, name: str, strategy: Strategy):
+    answers = run_ranks(2, bad_gradient_without_scaling, tp, pp, name, strategy)
     assert all(unchanged for _, unchanged in answers)
     # Data-parallel replicas hold the same sums; a rank whose replica is sound says that another is not.
-    here, there = "in another replica", "first in row.weight on rank 1"
-    assert [here in answers[0][0], there in answers[1][0]] == [tp * pp == 1, True]
-    assert tp * pp == 1 or answers[0][0] == answers[1][0]
+    replicas = tp * pp == 1 and strategy == "no_shard"
+    here, there = "in another replica", f"first in {name} on rank 1"
+    assert [here in answers[0][0], there in answers[1][0]] == [replicas, True]
+    assert replicas or answers[0][0] == answers[1][0]
 
 
 def data_parallel_training(overlap: bool, micro_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from megatron.core.checkpoint import (
     ShardedTensor,
     check_tiling,
     sharded_parameter,
+    sharded_slice,
     share_among_replicas,
     whole_tensor,
 )
@@ -154,3 +155,58 @@ def test_replicas_share_the_bytes_and_give_each_tensor_once():
     assert sorted(tensor.name for share in shares for tensor in share) == [f"t{index}" for index in range(7)]
     # 30 elements of 4 bytes over 3 replicas, the largest tensor being 9 of them: 40 bytes each, as they fall.
     assert sorted(sum(tensor.local_bytes for tensor in share) for share in shares) == [40, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "pieces"),
+    [
+        ((7,), 0, [Piece(0, 10, 7)]),
+        ((5, 4), 0, [Piece(0, 3, 2), Piece(2, 8, 2)]),  # two pieces apart in the whole, and a row of padding
+        ((3, 4), 1, [Piece(0, 6, 1), Piece(1, 11, 3)]),
+        ((3, 2, 4), 0, [Piece(0, 2, 3)]),
+        ((3, 4, 2), 1, [Piece(0, 5, 3)]),
+        ((1, 4), 0, [Piece(0, 0, 0)]),
+    ],
+)
+def test_slices_of_a_parameter_are_the_same_elements_as_the_whole(shape, dim, pieces):
+    """Every run of elements, against a mask that is filled and cut like the parameter itself."""
+    global_shape = tuple(20 if d == dim else size for d, size in enumerate(shape))
+    facts = _facts(global_shape, dim, *pieces)
+    local = torch.arange(1.0, torch.Size(shape).numel() + 1).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(local.numel() + 1), 2):
+        chosen = torch.zeros_like(local).flatten()
+        chosen[start:stop] = local.flatten()[start:stop]
+        chosen = chosen.view(shape)
+        expected = torch.zeros(global_shape)
+        for piece in pieces:
+            rows = chosen.narrow(dim, piece.local, piece.length)
+            expected.narrow(dim, piece.start, piece.length).copy_(rows)
+        flat = local.flatten()[start:stop].clone()
+        sharded = sharded_slice("w", flat, facts, shape, start, primary_only=True)
+        found = torch.zeros(global_shape)
+        for rectangle, view in sharded.shards:
+            place = tuple(slice(a, b) for a, b in zip(rectangle.offset, rectangle.end, strict=True))
+            assert not found[place].any()
+            found[place] = view
+        assert torch.equal(found, expected)
+        assert len(sharded.shards) <= (2 * len(shape) - 1) * len(pieces)
+        for _, view in sharded.shards:
+            view.zero_()  # a shard is a view
+        assert flat.count_nonzero() == stop - start - expected.count_nonzero()
+
+
+def test_slices_of_what_another_rank_saves_are_loaded_and_not_saved():
+    flat = torch.zeros(5)
+    facts = _facts((8, 2), 0, Piece(0, 0, 2), Piece(2, 6, 2, primary=False))
+    saved = sharded_slice("w", flat, facts, (4, 2), 2, primary_only=True)
+    assert [rectangle for rectangle, _ in saved.shards] == [Rectangle((1, 0), (1, 2))]
+    loaded = sharded_slice("w", flat, facts, (4, 2), 2, primary_only=False)
+    assert [rectangle for rectangle, _ in loaded.shards] == [
+        Rectangle((1, 0), (1, 2)),
+        Rectangle((6, 0), (1, 2)),
+        Rectangle((7, 0), (1, 1)),
+    ]
+    copy = _facts((8, 2), 0, Piece(0, 0, 4), copy_of="w")
+    assert sharded_slice("w", flat, copy, (4, 2), 0, primary_only=True).shards == ()
+    assert len(sharded_slice("w", flat, copy, (4, 2), 0, primary_only=False).shards) == 2
+    assert sharded_slice("w", flat[:0], facts, (4, 2), 8, primary_only=False).shards == ()

@@ -1,11 +1,13 @@
 """Where parameters lie in the flat buckets, and which elements count."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from megatron.core.distributed.buffers import ALIGNMENT, ParameterBuffers, default_bucket_size
 from megatron.core.parameter import NamedParameter, ParameterFacts, Piece, Placement, make_parameter
-from tests.unit.core.distributed.toy import TwoLayers, parameters
+from tests.unit.core.distributed.toy import Probe, TwoLayers, parameters
 
 
 def named(
@@ -101,6 +103,129 @@ def test_whole_parameters_are_counted_in_one_range_over_their_gaps():
     (bucket,) = ParameterBuffers(parameters(TwoLayers(torch.float32)), bucket_size=None).buckets
     assert bucket.counted_ranges == [(0, 135)]
     assert bucket.counted_size == 77
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a group, or (of the parallel state) on its axes, without any process group."""
+
+    own: int
+    extent: int
+
+    def rank(self, axis: str = "tp") -> int:
+        return self.own if axis == "tp" else 0
+
+    def size(self, axis: str = "tp") -> int:
+        return self.extent if axis == "tp" else 1
+
+    is_first_stage = is_last_stage = True
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """A rank's place among two stages."""
+
+    stage: int
+
+    def rank(self, axis: str) -> int:
+        return self.stage if axis == "pp" else 0
+
+    def size(self, axis: str) -> int:
+        return 2 if axis == "pp" else 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == 1
+
+
+def layout(buffers: ParameterBuffers) -> list[list[tuple[str, int, int, int]]]:
+    """Name, start, stop and offset of each part, by bucket."""
+    return [
+        [(part.named.name, part.start, part.stop, part.offset) for part in bucket.parts]
+        for bucket in buffers.buckets
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_tensor_parallel_ranks_lay_out_their_buckets_alike(tp: int):
+    """Although rank 0 alone counts replicated parameters, some ranks share rows, and the last has padding."""
+    layouts = [
+        layout(ParameterBuffers(parameters(Probe(Place(rank, tp), torch.float64)), bucket_size=50))  # type: ignore[arg-type]
+        for rank in range(tp)
+    ]
+    assert all(found == layouts[0] for found in layouts)
+    assert len(layouts[0]) > 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_slices_are_equal_and_tile_every_parameter(replicas: int):
+    sizes = {named.name: named.parameter.numel() for named in parameters(TwoLayers(torch.bfloat16))}
+    whole = ParameterBuffers(parameters(TwoLayers(torch.bfloat16)), bucket_size=None).flat_buckets[0]
+    covered: dict[str, list[int]] = {name: [] for name in sizes}
+    counted = 0
+    lengths = set()
+    for rank in range(replicas):
+        model = TwoLayers(torch.bfloat16)
+        group = Place(rank, replicas)
+        for strategy in ("optim", "optim_grads"):
+            buffers = ParameterBuffers(
+                parameters(model),
+                bucket_size=None,
+                strategy=strategy,
+                data_group=group,  # type: ignore[arg-type]
+            )
+            (bucket,) = buffers.buckets
+            assert buffers.sharded
+            assert bucket.gradients.dtype == torch.float32
+            assert bucket.weights.numel() == bucket.gradients.numel()
+            assert bucket.weights.numel() % ALIGNMENT == 0
+        lengths.add(bucket.weights.numel())
+        counted += bucket.counted_size
+        flat = buffers.flat_buckets[0].weights
+        # The slices stand in the order of ranks in the whole bucket, which is the unsharded one and padding.
+        assert torch.equal(bucket.weights, flat.view(replicas, -1)[rank])
+        assert torch.equal(flat[: whole.size], whole.weights)
+        assert not flat[whole.size :].any()
+        for part in bucket.parts:
+            covered[part.named.name] += range(part.start, part.stop)
+            assert torch.equal(
+                part.view(bucket.weights), part.named.parameter.view(-1)[part.start : part.stop]
+            )
+        decays = [part.named.facts.weight_decay for part in bucket.parts]
+        assert len(bucket.decay_ranges(True)) == (True in decays)
+    # 192 elements: one slice, halves of 128 (256 elements), 64 a rank, and of four ranks one with nothing.
+    assert lengths == {{1: 192, 2: 128, 3: 64, 4: 64}[replicas]}
+    assert {name: sorted(indices) for name, indices in covered.items()} == {
+        name: list(range(size)) for name, size in sizes.items()
+    }
+    assert counted == 77
+
+
+def test_tied_parameters_are_cut_alike_on_both_stages():
+    """They lie at other places of the two stages' module trees, among other parameters."""
+    cuts = []
+    for stage in (0, 1):
+        probe = Probe(StagePlace(stage), torch.float64)  # type: ignore[arg-type]
+        buffers = ParameterBuffers(
+            parameters(probe),
+            bucket_size=None,
+            strategy="optim",
+            data_group=Place(0, 2),  # type: ignore[arg-type]
+        )
+        tied = [bucket for bucket in layout(buffers) if bucket[0][0] == "embedding.weight"]
+        assert len(tied) == 1
+        cuts.append(tied[0])
+    assert cuts[0] == cuts[1] == [("embedding.weight", 0, 44, 0)]
+
+
+def test_a_parameter_of_two_chunks_is_used_twice():
+    entries = parameters(TwoLayers(torch.float32))
+    buffers = ParameterBuffers([*entries, entries[0]], bucket_size=None)
+    assert {slot.named.name: slot.uses for _, slot in buffers.slots()} == {"first": 2, "bias": 1, "second": 1}
 
 
 def test_refusals_and_default_size():
