@@ -8,7 +8,7 @@ the graph of the first forward is the one that runs backward, and takes from the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.communication import all_gather
 from megatron.core.config import TransformerConfig
 from megatron.core.parallel_state import ModelParallel
+from megatron.core.tensor_parallel.mappings import apply_function
 
 
 def recomputed_modules(config: TransformerConfig) -> frozenset[str]:
@@ -33,14 +33,84 @@ def recomputed_modules(config: TransformerConfig) -> frozenset[str]:
 def recompute(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """``function(*args)``, of which only the tensors among ``args`` are kept for the backward.
 
+    The backward runs it again as far as it needs to, when the first of its nodes asks for what it saved.
+
+    (``torch.utils.checkpoint`` does the same, and loads 800 modules and 77 MB into every rank on its way.)
+
     Args:
         function: draws random numbers from streams that it derives itself, the same each time.
         args: its arguments; what is no tensor is kept alive as it is.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    output: torch.Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return output
+    call = _Call(function, args)
+    with saved_tensors_hooks(call.pack, call.unpack):
+        return function(*args)
+
+
+class _AllFoundError(Exception):
+    """Ends a second run that has saved all that the first one did."""
+
+
+class _Call:
+    """Finds what a call saved for the backward by making it again."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], args: Sequence[Any]) -> None:
+        self._function = function
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        self._needs_gradient = {place: tensor.requires_grad for place, tensor in tensors.items()}
+        # A node saves the tensors, so that hooks around the call see them and changes in place are noticed.
+        anchor = torch.empty(0, requires_grad=True)
+        self._keeper: Any = apply_function(_Keep, anchor, *tensors.values()).grad_fn
+        self._saved = 0
+        self._found: dict[int, torch.Tensor] = {}
+
+    def pack(self, _: torch.Tensor) -> int:
+        """Number what the first run saves."""
+        self._saved += 1
+        return self._saved - 1
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """Give out what was saved under a number, and forget it."""
+        if number not in self._found:
+            self._run_again()
+        return self._found.pop(number)
+
+    def _run_again(self) -> None:
+        args = list(self._args)
+        for (place, needed), tensor in zip(
+            self._needs_gradient.items(), self._keeper.saved_tensors, strict=True
+        ):
+            args[place] = tensor.detach().requires_grad_(needed)
+        found: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            found[len(found)] = tensor.detach()
+            if len(found) == self._saved:
+                raise _AllFoundError
+
+        with suppress(_AllFoundError), torch.enable_grad(), saved_tensors_hooks(pack, _unused):
+            self._function(*args)
+        assert len(found) == self._saved, f"saved {self._saved} tensors at first and {len(found)} now"
+        self._found = found
+
+
+def _unused(_: object) -> torch.Tensor:
+    raise AssertionError("the graph of a second run is never run backward")
+
+
+class _Keep(torch.autograd.Function):
+    """Saves tensors; nothing runs it backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise AssertionError("the output is used by nobody")
 
 
 @contextmanager

@@ -32,33 +32,22 @@ def saved_bytes_per_layer(parallel: ModelParallel, **changes: Any) -> int:
 
     Parameters don't count, nor does what all layers share.
     """
-    return _more_for_a_third_layer(_saved_bytes, parallel, changes)
+    one, two = (_saved_bytes(measured_shape(layers, **changes), parallel) for layers in (1, 2))
+    return two - one
 
 
 def live_bytes_per_layer(parallel: ModelParallel, **changes: Any) -> int:
     """Bytes that one more layer leaves alive between forward and backward, whoever holds them."""
-    return _more_for_a_third_layer(_live_bytes, parallel, changes)
+    one, two = (_live_bytes(measured_shape(layers, **changes), parallel) for layers in (1, 2))
+    return two - one
 
 
-def _more_for_a_third_layer(
-    measure: Callable[[TransformerBlock, Callable[[], torch.Tensor]], int],
-    parallel: ModelParallel,
-    changes: dict[str, Any],
-) -> int:
-    def measured(num_layers: int) -> int:
-        block, forward = _stack(measured_shape(num_layers, **changes), parallel)
-        return measure(block, forward)
-
-    return measured(3) - measured(2)
-
-
-def _stack(
+def stack(
     config: TransformerConfig, parallel: ModelParallel
 ) -> tuple[TransformerBlock, Callable[[], torch.Tensor]]:
+    """Some layers, and their forward on an input that the function keeps."""
     layers = range(config.num_layers)
-    block = TransformerBlock(
-        config, layers, parallel=parallel, placement=BF16, causal=True, final_norm=False
-    )
+    block = TransformerBlock(config, layers, parallel=parallel, placement=BF16, causal=True, final_norm=False)
     initialize_parameters(block, seed=0)
     s = config.seq_length // (parallel.tp.size() if parallel.sequence_parallel else 1)
     hidden = torch.randn(s, MICRO_BATCH, config.hidden_size).to(BF16.dtype).requires_grad_()
@@ -69,26 +58,21 @@ def _stack(
     return block, lambda: block(hidden, AttentionContext(rotary), RandomStream.root(1))
 
 
-def _backward(block: TransformerBlock, output: torch.Tensor) -> None:
-    """What was kept must do."""
-    output.backward(torch.ones_like(output))
-    assert all(parameter.grad is not None for parameter in block.parameters())
-
-
-def _saved_bytes(block: TransformerBlock, forward: Callable[[], torch.Tensor]) -> int:
-    kept: dict[int, torch.Tensor] = {}
+def _saved_bytes(config: TransformerConfig, parallel: ModelParallel) -> int:
+    block, forward = stack(config, parallel)
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward()
     for parameter in block.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        saved.pop(parameter.untyped_storage()._cdata, None)
     _backward(block, output)
-    return measured
+    return sum(saved.values())
 
 
 class _Allocations(TorchDispatchMode):
@@ -107,11 +91,18 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-def _live_bytes(block: TransformerBlock, forward: Callable[[], torch.Tensor]) -> int:
+def _live_bytes(config: TransformerConfig, parallel: ModelParallel) -> int:
+    block, forward = stack(config, parallel)
     with _Allocations() as allocations:
         output = forward()
     for parameter in block.parameters():
         allocations.made.pop(parameter.untyped_storage()._cdata, None)
-    measured = sum(size for storage, size in allocations.made.values() if not storage.expired())
+    live = sum(size for storage, size in allocations.made.values() if not storage.expired())
     _backward(block, output)
-    return measured
+    return live
+
+
+def _backward(block: TransformerBlock, output: torch.Tensor) -> None:
+    """What was kept must do."""
+    output.backward(torch.ones_like(output))
+    assert all(parameter.grad is not None for parameter in block.parameters())
