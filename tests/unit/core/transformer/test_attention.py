@@ -7,21 +7,21 @@ import torch
 
 from megatron.core.config import TransformerConfig
 from megatron.core.tensor_parallel import RandomStream, initialize_parameters
-from megatron.core.transformer import AttentionContext, SelfAttention
+from megatron.core.transformer import AttentionContext, RotaryEmbedding, SelfAttention
 from megatron.core.transformer.attention import HeadShare
 from tests.unit.core.models.shapes import FLOAT64, over
 
 
 def _config(heads, groups, **changes):
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=heads * 2,
-        num_attention_heads=heads,
-        seq_length=4,
-        group_query_attention=True,
-        num_query_groups=groups,
-        **changes,
-    )
+    shape = {
+        "num_layers": 1,
+        "hidden_size": heads * 2,
+        "num_attention_heads": heads,
+        "seq_length": 4,
+        "group_query_attention": True,
+        "num_query_groups": groups,
+    }
+    return TransformerConfig(**{**shape, **changes})
 
 
 def _rows(share):
@@ -109,3 +109,28 @@ def test_probabilities_are_dropped_by_the_stream_alone():
     assert torch.equal(exact, run(2))
     # Dropout keeps expectations: an output's spread over draws is about its own size, over sqrt(64) draws.
     assert (average - exact).norm() / exact.norm() < 3 / math.sqrt(64)
+
+
+def _attend_with_gradient(hidden, context, **changes):
+    attention = _attention(True, **changes)
+    output = attention(hidden, context, RandomStream.root(3))
+    output.square().sum().backward()
+    return output.detach(), [parameter.grad for parameter in attention.parameters()]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_every_backend_computes_the_same(groups, qk_layernorm, rotary):
+    hidden = torch.randn(4, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = RotaryEmbedding.for_heads(2, 1.0, 10000).angles(4, None, torch.float64, hidden.device)
+    shape = {"num_query_groups": groups, "qk_layernorm": qk_layernorm, "attention_dropout": 0.0}
+    whole = AttentionContext(angles if rotary else None)
+    # One segment through the blocks of the context-parallel kernels, on one rank.
+    segments = AttentionContext(whole.rotary, torch.zeros(2, 4, dtype=torch.int64))
+    expected, expected_grads = _attend_with_gradient(hidden, whole, **shape)
+    for context, backend in ((whole, "unfused"), (segments, "auto")):
+        output, grads = _attend_with_gradient(hidden, context, **shape, attention_backend=backend)
+        torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-13)
+        for grad, reference in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-13)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core.transformer import RotaryEmbedding, apply_rotary
+from megatron.core.transformer.rotary import split_heads
 
 
 def _heads(s=6, b=2, n=3, d=8, seed=0):
@@ -63,3 +64,23 @@ def test_bf16_heads_are_turned_in_float32_and_rounded_once():
 def test_nothing_to_rotate_is_refused():
     with pytest.raises(ValueError, match=r"--rotary-percent 0\.1"):
         RotaryEmbedding.for_heads(8, 0.1, 10000.0)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("percent", [1.0, 0.5, None])
+def test_heads_are_cut_and_turned_at_once(queries, percent):
+    fused = torch.randn(
+        6, 2, 2, queries + 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
+    fused.requires_grad_()
+    angles = None
+    if percent is not None:
+        angles = RotaryEmbedding.for_heads(8, percent, 100.0).angles(6, None, torch.float64, fused.device)
+    query, key, value = split_heads(fused, angles)
+    parts = fused[..., :queries, :].reshape(6, 2, 2 * queries, 8), fused[..., -2, :]
+    expected = [part if angles is None else apply_rotary(part, angles) for part in parts]
+    for result, reference in zip((query, key, value), (*expected, fused[..., -1, :]), strict=True):
+        assert torch.equal(result, reference)
+        assert result.is_contiguous()
+        assert result.untyped_storage().nbytes() == result.nbytes  # none holds the fused tensor
+    assert torch.autograd.gradcheck(lambda fused: split_heads(fused, angles), (fused,))
