@@ -1,7 +1,7 @@
-"""Timelines of a pipeline: what each stage did when, planned or measured, in Chrome's trace format.
+"""Timelines of a pipeline: what each stage did when, planned or measured.
 
-Open a file at ``chrome://tracing`` or https://ui.perfetto.dev: one row a stage, and a second set of rows for
-transfers, which run beside the actions.
+They are kept in Chrome's trace format. Open a file at ``chrome://tracing`` or https://ui.perfetto.dev: it has
+one row a stage, and a second set of rows for transfers, which run beside the actions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,6 +36,64 @@ class TimelineEvent:
     def is_action(self) -> bool:
         """Whether it is a pass, not a transfer or a wait."""
         return self.kind in get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a timeline says about one step."""
+
+    makespan_ms: float
+    """Time from the first action's start to the last one's end."""
+    bubble: float
+    """Idle time over ideal time, where ideal is the busiest stage working without a pause."""
+    peak_activations: dict[int, int]
+    """For each stage the most activations that it held at once, each of one micro-batch in one chunk."""
+
+
+def summarize(step: Iterable[TimelineEvent]) -> Summary:
+    """Work out what a timeline of one step says.
+
+    Raises:
+        ValueError: if there is no action in it.
+    """
+    actions = sorted((event for event in step if event.is_action), key=lambda event: event.start_ms)
+    busy: dict[int, float] = {}
+    held: dict[int, set[tuple[int, int]]] = {}
+    peaks: dict[int, int] = {}
+    for action in actions:
+        stage, which = action.stage, (action.chunk, action.microbatch)
+        busy[stage] = busy.get(stage, 0.0) + action.end_ms - action.start_ms
+        holds = held.setdefault(stage, set())
+        if action.kind == "forward":
+            holds.add(which)
+        elif action.kind != "backward_input":
+            holds.discard(which)
+        peaks[stage] = max(peaks.get(stage, 0), len(holds))
+    if not actions:
+        raise ValueError("the timeline has no action")
+    makespan = max(action.end_ms for action in actions) - actions[0].start_ms
+    ideal = max(busy.values())
+    return Summary(makespan, (makespan - ideal) / ideal if ideal else 0.0, dict(sorted(peaks.items())))
+
+
+def split_steps(events: Iterable[TimelineEvent]) -> list[list[TimelineEvent]]:
+    """Cut a timeline into steps: a stage begins one with the first forward through its first chunk.
+
+    A wait or a transfer before that forward belongs to the step before, or to none.
+
+    Returns:
+        The events of each step in the order of their starts.
+    """
+    steps: list[list[TimelineEvent]] = []
+    at: dict[int, int] = {}
+    for event in sorted(events, key=lambda event: (event.start_ms, event.stage)):
+        if (event.kind, event.chunk, event.microbatch) == ("forward", 0, 0):
+            at[event.stage] = at.get(event.stage, -1) + 1
+            if at[event.stage] == len(steps):
+                steps.append([])
+        if event.stage in at:
+            steps[at[event.stage]].append(event)
+    return steps
 
 
 def to_chrome_trace(events: Iterable[TimelineEvent]) -> dict[str, Any]:

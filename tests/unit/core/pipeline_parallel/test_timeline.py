@@ -4,7 +4,14 @@ import pytest
 
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulation import simulate
-from megatron.core.pipeline_parallel.timeline import TimelineEvent, from_chrome_trace, to_chrome_trace
+from megatron.core.pipeline_parallel.timeline import (
+    Summary,
+    TimelineEvent,
+    from_chrome_trace,
+    split_steps,
+    summarize,
+    to_chrome_trace,
+)
 
 EVENTS = [
     TimelineEvent(1, "forward", 0, 3, 1.5, 4.0),
@@ -75,3 +82,43 @@ def test_events_come_back():
 def test_other_files_are_refused(trace):
     with pytest.raises(ValueError, match="not a"):
         from_chrome_trace(trace)
+
+
+def test_a_summary_is_what_the_simulation_says():
+    times = {"forward_time": 1.0, "backward_input_time": 1.5, "backward_weight_time": 0.5}
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        order = build_schedule(name, stages=4, microbatches=12, chunks=chunks)
+        planned = simulate(order, **times, transfer_time=0.25)
+        summary = summarize(planned.events)
+        assert summary.makespan_ms == planned.makespan
+        assert summary.bubble == pytest.approx(planned.bubble)
+        assert tuple(summary.peak_activations.values()) == planned.peak_activations
+
+
+def test_a_summary_by_hand():
+    step = [
+        TimelineEvent(1, "forward", 0, 0, 13.0, 15.0),
+        TimelineEvent(1, "backward", 0, 0, 15.0, 18.0),
+        TimelineEvent(0, "forward", 0, 0, 10.0, 12.0),
+        TimelineEvent(0, "forward", 0, 1, 12.0, 14.0),
+        TimelineEvent(0, "wait", 0, 0, 14.0, 19.0),
+        TimelineEvent(0, "backward", 0, 0, 19.0, 20.0),
+    ]
+    assert summarize(step) == Summary(makespan_ms=10.0, bubble=1.0, peak_activations={0: 2, 1: 1})
+    with pytest.raises(ValueError, match="no action"):
+        summarize(step[4:5])
+
+
+def test_steps_are_cut_apart_at_their_first_forward():
+    # Stage 1 ends its first step when stage 0 is in its second; the first wait of a run belongs to no step.
+    first = [
+        TimelineEvent(0, "forward", 0, 0, 1, 2),
+        TimelineEvent(0, "backward", 0, 0, 4, 5),
+        TimelineEvent(1, "forward", 0, 0, 5, 6),
+        TimelineEvent(1, "forward", 1, 0, 6, 7),
+        TimelineEvent(1, "backward", 0, 0, 9, 10),
+    ]
+    second = [TimelineEvent(0, "forward", 0, 0, 8, 9), TimelineEvent(1, "forward", 0, 0, 11, 12)]
+    early = TimelineEvent(1, "wait", 0, 0, 0, 1)
+    assert split_steps([early, *second, *first]) == [first, second]
+    assert split_steps([early]) == []
