@@ -1,6 +1,12 @@
 """Flat parameter and gradient storage, and the sums of gradients over ranks. Knows no layer."""
 
-from megatron.core.distributed.buffers import Bucket, ParameterBuffers, Slot, default_bucket_size
+from megatron.core.distributed.buffers import (
+    Bucket,
+    ParameterBuffers,
+    Slot,
+    Strategy,
+    default_bucket_size,
+)
 from megatron.core.distributed.data_parallel import GradientReducer
 from megatron.core.distributed.own_bucket import OwnBucket, ParameterStore, Part
 from megatron.core.distributed.replicas import ReplicaError, check_replicas
@@ -16,6 +22,7 @@ __all__ = [
     "ReplicaError",
     "SharedGradients",
     "Slot",
+    "Strategy",
     "check_replicas",
     "default_bucket_size",
 ]

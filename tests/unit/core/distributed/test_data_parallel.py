@@ -1,5 +1,7 @@
 """Accumulation of gradients on one rank."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,6 +68,18 @@ def test_a_parameter_without_gradient_has_a_zero_one():
         assert buffers.gradients()["bias"].tolist() == [1.0] * 7
 
 
+class Later(torch.autograd.Function):
+    """0 for a weight, whose gradient its backward leaves for later."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_gradients_that_come_late_or_twice_are_counted(strategy: Strategy):
     """Two chunks use one weight; the weight gradients of another wait, and come for two passes at a time."""
@@ -77,7 +91,7 @@ def test_gradients_that_come_late_or_twice_are_counted(strategy: Strategy):
         for _ in range(2):
             reducer.zero_grad(4)
             for microbatch in range(4):
-                (model.first.sum() + model.bias.sum()).backward()
+                (model.first.sum() + model.bias.sum() + Later.apply(model.second)).backward()
                 (10 * model.first.sum()).backward()
                 if microbatch % 2:
                     for _ in range(2):
