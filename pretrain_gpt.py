@@ -8,9 +8,13 @@
 ``--help`` lists every flag.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from megatron.core.context_parallel import take_local
 from megatron.core.datasets import build_datasets
 from megatron.core.models import GPTModel, ModelStage
 from megatron.core.parallel_state import ModelParallel
@@ -28,11 +32,18 @@ class GPTTask:
     loss_names = ("lm loss",)
 
     def build_model(
-        self, config: RunConfig, stage: Stage, parallel: ModelParallel, placement: Placement
+        self,
+        config: RunConfig,
+        stage: Stage,
+        parallel: ModelParallel,
+        placement: Placement,
+        others: Sequence[nn.Module],
     ) -> nn.Module:
         """The layers of ``stage``, with embeddings on the first and output layer on the last."""
         part = ModelStage(stage.layers, pre_process=stage.first, post_process=stage.last)
-        return GPTModel(config.model, part, parallel=parallel, placement=placement)
+        embeddings = [other.embedding for other in others if isinstance(other, GPTModel) and other.embedding]
+        shared = embeddings[0].word_embeddings.weight if embeddings and stage.last else None
+        return GPTModel(config.model, part, parallel=parallel, placement=placement, word_embeddings=shared)
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]
@@ -52,6 +63,13 @@ class GPTTask:
         """First stage: tokens; last: labels; every stage where attention or positions restart."""
         restarts = config.data.reset_attention_mask or config.data.reset_position_ids
         return stage.first or stage.last or restarts
+
+    def own_tokens(self, batch: Batch, cp_group: ProcessGroup) -> Batch:
+        """This rank's tokens of every sequence; the segments of all of it, since attention looks at all."""
+        return {
+            name: tensor if name == "segment_ids" else take_local(tensor, 1, cp_group)
+            for name, tensor in batch.items()
+        }
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """Tokens that count: float64 [1]."""

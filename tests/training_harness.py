@@ -12,7 +12,7 @@ from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.parallel_state import create_parallel_state
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_arguments, resolve
-from megatron.training.checkpointing import check_source, find_source, load_run
+from megatron.training.checkpointing import check_source, find_source, load_run, owned_weights
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Runtime
 from megatron.training.progress import StepOutcome
@@ -131,24 +131,21 @@ def train_runs(command_lines: list[list[str]], dtype: torch.dtype | None = None)
 
 
 def whole_weights(run: Run) -> dict[str, torch.Tensor]:
-    """Every weight of the whole model, put together from all ranks of one replica, on each of them."""
-    own: list[tuple[str, tuple[int, ...], int, list[tuple[int, torch.Tensor]]]] = []
-    for named in run.parameters:
-        facts = named.facts
-        if facts.copy_of is not None:
-            continue
-        rows = [
-            (piece.start, named.parameter.detach().narrow(facts.dim, piece.local, piece.length).clone())
-            for piece in facts.pieces
-            if piece.length
-        ]
-        own.append((named.name, facts.global_shape, facts.dim, rows))
-    gathered: list = [None] * run.state.model_group.size()
-    dist.all_gather_object(gathered, own, group=run.state.model_group)
+    """Every weight of the whole model in float64, put together from all ranks, on each of them."""
+    own = [
+        (
+            tensor.name,
+            tensor.global_shape,
+            [(box.offset, box.shape, part.clone()) for box, part in tensor.shards],
+        )
+        for tensor in owned_weights(run.store)
+    ]
+    gathered: list = [None] * run.state.world_group.size()
+    dist.all_gather_object(gathered, own, group=run.state.world_group)
     whole: dict[str, torch.Tensor] = {}
-    for name, shape, dim, rows in (entry for rank in gathered for entry in rank):
+    for name, shape, boxes in (entry for rank in gathered for entry in rank):
         target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-        for start_row, part in rows:
-            target.narrow(dim, start_row, part.shape[dim]).copy_(part)
+        for offset, extent, part in boxes:
+            target[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))] = part
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.config import TransformerConfig, flag
+from megatron.core.config import ParallelConfig, TransformerConfig, flag
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
 from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate
 from megatron.training.config import RunConfig, config_sections
@@ -29,6 +29,7 @@ from megatron.training.foreign_flags import (
     family_refusal,
     judge_foreign_flags,
 )
+from megatron.training.layout import model_chunks, schedule_name
 from megatron.training.plan import run_schedule
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ def resolve(
     skip = config.optimizer.skip_nan_iterations or not training.check_for_nan_in_loss_and_grad
     resolved = replace(
         config,
+        parallel=_fill_parallel(config),
         model=_fill_model(model, tokenizer_vocab_size),
         training=replace(
             training, global_batch_size=training.global_batch_size or training.micro_batch_size * replicas
@@ -291,6 +293,21 @@ def _whole_model(model: _PartialModel) -> TransformerConfig:
     return TransformerConfig(**{one.dest: getattr(model, one.dest) for one in fields})
 
 
+def _fill_parallel(config: RunConfig) -> ParallelConfig:
+    parallel = config.parallel
+    sharding = parallel.data_parallel_sharding_strategy
+    if parallel.use_distributed_optimizer and sharding == "no_shard":
+        sharding = "optim"
+    return replace(
+        parallel,
+        pipeline_schedule=schedule_name(config),
+        num_virtual_stages_per_pipeline_rank=model_chunks(config),
+        num_layers_per_virtual_pipeline_stage=None,
+        use_distributed_optimizer=sharding != "no_shard",
+        data_parallel_sharding_strategy=sharding,
+    )
+
+
 def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> TransformerConfig:
     if model.vocab_size is None and tokenizer_vocab_size is None:
         raise ValueError(UNKNOWN_VOCABULARY)
@@ -299,7 +316,7 @@ def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> T
             f"the vocabulary has {model.vocab_size} tokens by --vocab-size (or the checkpoint) and "
             f"{tokenizer_vocab_size} by the tokenizer; leave --vocab-size out, or give the right tokenizer"
         )
-    recompute = model.recompute_granularity is not None
+    recompute, selective = (model.recompute_granularity == kind for kind in ("full", "selective"))
     return replace(
         model,
         ffn_hidden_size=model.ffn_size,
@@ -308,4 +325,5 @@ def _fill_model(model: TransformerConfig, tokenizer_vocab_size: int | None) -> T
         vocab_size=model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size,
         recompute_method=(model.recompute_method or "uniform") if recompute else None,
         recompute_num_layers=(model.recompute_num_layers or 1) if recompute else None,
+        recompute_modules=(model.recompute_modules or ("core_attn",)) if selective else None,
     )

@@ -25,14 +25,15 @@ from megatron.core.checkpoint import (
     open_checkpoint,
     read_manifest,
     save,
-    sharded_parameter,
     share_among_replicas,
     survey,
 )
 from megatron.core.checkpoint.agreement import Peers, attempt
+from megatron.core.distributed.fully_sharded import FullyShardedStore
 from megatron.core.optimizer import StatePart, sharded_states
 from megatron.core.parameter import NamedParameter
 from megatron.training.config import CheckpointConfig, RunConfig
+from megatron.training.parameters import Store
 from megatron.training.plan import run_schedule
 from megatron.training.progress import Progress
 from megatron.training.resume import compare_configs
@@ -214,8 +215,7 @@ def load_run(run: Run, source: Source) -> None:
     group, device = run.state.world_group, run.device
     checkpoint = open_checkpoint(source.root, group, device, step)
     states = run.optimizer.state_tensors()
-    own = _whole_weights(run.parameters)
-    _load_weights(checkpoint, states.pop(MAIN, own), group, device)
+    _load_weights(checkpoint, states.pop(MAIN, _weights(run.store)), group, device)
     if config.load_optim and source.resumes:
         load(checkpoint, sharded_states(states, OPTIMIZER, primary_only=False), group, device)
     run.optimizer.sync_model_weights()
@@ -229,18 +229,16 @@ def load_run(run: Run, source: Source) -> None:
 
 def _owned_tensors(run: Run) -> list[ShardedTensor]:
     """What this rank saves: its primary rectangles, shared out among the ranks that hold the same ones."""
-    replicas = run.state.data_group
-    run.buffers.wait_for_parameters()
-    shared = [
-        sharded_parameter(MODEL + named.name, named.parameter.data, named.facts, primary_only=True)
-        for named in run.parameters
-    ]
-    own: list[ShardedTensor] = []
+    store, replicas = run.store, run.state.data_group
+    weights = owned_weights(store, prefix=MODEL)
+    states: list[ShardedTensor] = []
     if run.config.checkpoint.save_optim:
-        own = sharded_states(run.optimizer.state_tensors(), OPTIMIZER, primary_only=True)
-    if not run.buffers.sharded:
-        shared, own = shared + own, []
-    return share_among_replicas(shared, replicas.rank(), replicas.size()) + own
+        states = sharded_states(run.optimizer.state_tensors(), OPTIMIZER, primary_only=True)
+    if not store.sharded:
+        return share_among_replicas(weights + states, replicas.rank(), replicas.size())
+    if not isinstance(store, FullyShardedStore):
+        weights = share_among_replicas(weights, replicas.rank(), replicas.size())
+    return weights + states
 
 
 def load_weights(
@@ -248,6 +246,26 @@ def load_weights(
 ) -> None:
     """Fill a model's parameters from a checkpoint, at the best precision it holds; all ranks together."""
     _load_weights(checkpoint, _whole_weights(parameters), group, device)
+
+
+def owned_weights(store: Store, prefix: str = "") -> list[ShardedTensor]:
+    """The model's weights that this rank answers for, as they are now: primary rectangles.
+
+    Data-parallel replicas that hold the same all give it.
+    """
+    store.wait_for_parameters()
+    return [part.sharded(prefix + part.named.name, primary_only=True) for part in _weights(store)]
+
+
+def _weights(store: Store) -> list[StatePart]:
+    """What this rank holds of the model's weights, in the store's format."""
+    if not isinstance(store, FullyShardedStore):
+        return _whole_weights(store.parameters)
+    return [
+        StatePart(part.named, part.view(bucket.weights), part.start)
+        for bucket in store.buckets
+        for part in bucket.parts
+    ]
 
 
 def _whole_weights(parameters: Sequence[NamedParameter]) -> list[StatePart]:

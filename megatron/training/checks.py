@@ -4,10 +4,13 @@ All of it is checked before any process group is made, on every rank alike. A me
 numbers, and what would be valid.
 """
 
-from megatron.core.config import TransformerConfig
+import math
+
+from megatron.core.config import ParallelConfig, TransformerConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.split import parse_split
 from megatron.training.config import RunConfig
+from megatron.training.layout import pipeline_plan, schedule_name
 
 UNKNOWN_VOCABULARY = (
     "the size of the vocabulary is not known: give --tokenizer-type and its files (--vocab-file and "
@@ -23,9 +26,11 @@ def validate(config: RunConfig, world_size: int) -> None:
     """
     _check_lengths(config)
     _check_tensor_parallel(config.model, config.parallel.tensor_model_parallel_size)
-    _check_pipeline(config.model, config.parallel.pipeline_model_parallel_size)
+    _check_sequence(config.model, config.parallel)
     _check_world(config, world_size)
     _check_batch(config, world_size // config.parallel.model_parallel_size)
+    _check_pipeline(config, world_size)
+    _check_sharding(config)
     _check_data(config)
 
 
@@ -63,20 +68,17 @@ def _check_lengths(config: RunConfig) -> None:
 
 def _check_world(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
-    if parallel.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {parallel.context_parallel_size}: sequences are not divided over "
-            "ranks yet; give 1, and to save memory use --recompute-granularity full"
-        )
     model_size = parallel.model_parallel_size
     if world_size % model_size:
         tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        context = parallel.context_parallel_size
+        factors = f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}"
+        factors += f" x --context-parallel-size {context}" if context > 1 else ""
         multiples = (world_size // model_size * model_size, (world_size // model_size + 1) * model_size)
         start = " or ".join(str(size) for size in multiples if size)
         raise ValueError(
-            f"world size {world_size} is not a multiple of --tensor-model-parallel-size {tensor} x "
-            f"--pipeline-model-parallel-size {pipeline} = {model_size}: start {start} ranks, or choose sizes "
-            f"whose product is one of {divisors(world_size)}"
+            f"world size {world_size} is not a multiple of {factors} = {model_size}: start {start} ranks, or "
+            f"choose sizes whose product is one of {divisors(world_size)}"
         )
 
 
@@ -104,11 +106,60 @@ def _check_tensor_parallel(model: TransformerConfig, tensor: int) -> None:
         )
 
 
-def _check_pipeline(model: TransformerConfig, stages: int) -> None:
-    if stages > model.num_layers:
+def _check_sequence(model: TransformerConfig, parallel: ParallelConfig) -> None:
+    """A sequence divides over the ranks that share it."""
+    length, tensor, context = (
+        model.seq_length,
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    multiple = 2 * context if context > 1 else 1
+    why = f"2 x --context-parallel-size {context}" if context > 1 else ""
+    if parallel.sequence_parallel and tensor > 1:
+        # Each rank's part of the sequence is divided over the tensor-parallel ranks once more.
+        multiple = math.lcm(multiple, context * tensor)
+        own = f"--tensor-model-parallel-size {tensor} (--sequence-parallel)"
+        why = f"{why} and by --context-parallel-size x {own}" if why else own
+    if length % multiple:
+        near = sorted({max(length // multiple, 1) * multiple, (length // multiple + 1) * multiple})
         raise ValueError(
-            f"--pipeline-model-parallel-size {stages} is more than --num-layers {model.num_layers}: every "
-            f"stage needs a layer, so give at most {model.num_layers} stages"
+            f"--seq-length {length} does not divide by {why}: give a multiple of {multiple}, such as "
+            f"{' or '.join(map(str, near))}"
+        )
+    heads = model.num_attention_heads // tensor
+    if context > 1 and parallel.cp_comm_type == "a2a" and heads % context:
+        raise ValueError(
+            f"--cp-comm-type a2a deals the {heads} heads of a tensor-parallel rank (--num-attention-heads "
+            f"{model.num_attention_heads} / --tensor-model-parallel-size {tensor}) over "
+            f"--context-parallel-size {context}, which does not divide them: give a size of "
+            f"{divisors(heads)}, or --cp-comm-type p2p"
+        )
+
+
+def _check_pipeline(config: RunConfig, world_size: int) -> None:
+    """Layers, stages, chunks and micro-batches make a schedule."""
+    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    if stages > layers and config.parallel.pipeline_model_parallel_layout is None:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages} is more than --num-layers {layers}: every stage needs "
+            f"a layer, so give at most {layers} stages"
+        )
+    replicas = world_size // config.parallel.model_parallel_size
+    at_once = config.training.micro_batch_size * replicas
+    pipeline_plan(config, (config.training.global_batch_size or at_once) // at_once)
+
+
+def _check_sharding(config: RunConfig) -> None:
+    """What is divided over data-parallel ranks goes with the rest."""
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    if strategy != "optim_grads_params":
+        return
+    if schedule_name(config).startswith("zb-"):
+        raise ValueError(
+            f"--data-parallel-sharding-strategy {strategy} does not go with --pipeline-schedule "
+            f"{schedule_name(config)}, which forms weight gradients apart from the backward pass: give 1f1b "
+            "or interleaved, or --data-parallel-sharding-strategy optim_grads"
         )
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,9 @@ class MicrobatchReader:
         state: ParallelState,
         device: torch.device,
         consumed_samples: int,
+        own_tokens: Callable[[Batch], Batch] | None = None,
     ) -> None:
+        """Read ``dataset`` from a sample on; ``own_tokens`` takes this rank's part of a micro-batch."""
         kind = CyclicSampler if config.data.dataloader_type == "cyclic" else SequentialSampler
         sampler = kind(
             total_samples=len(dataset),  # type: ignore[arg-type]
@@ -95,6 +97,7 @@ class MicrobatchReader:
             worker_init_fn=_outlive_sigterm if config.training.exit_signal_handler else None,
         )
         self._device = device
+        self._own_tokens = own_tokens
         self._batches: Iterator[dict[str, Tensor] | _Refusal] | None = None
 
     def take(self, count: int) -> list[Batch]:
@@ -120,7 +123,8 @@ class MicrobatchReader:
             )
         if isinstance(batch, _Refusal):
             raise UnusableSampleError(batch.reason)
-        return {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
+        own = batch if self._own_tokens is None else self._own_tokens(batch)
+        return {name: value.to(self._device, non_blocking=True) for name, value in own.items()}
 
 
 def _outlive_sigterm(worker: int) -> None:

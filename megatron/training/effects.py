@@ -10,6 +10,7 @@ from typing import Any, Final
 from megatron.core.config import TokenizerConfig, TransformerConfig
 from megatron.training.config import RunConfig, config_sections
 from megatron.training.flags import Flag, flags_of
+from megatron.training.layout import schedule_name
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ def _has_one_dataset(config: RunConfig) -> bool:
     data = config.data
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     return not any(path and len(path) > 1 for path in paths)
+
+
+def _shards(config: RunConfig) -> bool:
+    parallel = config.parallel
+    return parallel.use_distributed_optimizer or parallel.data_parallel_sharding_strategy != "no_shard"
 
 
 def _has_no_warmup(config: RunConfig) -> bool:
@@ -164,12 +170,66 @@ _UPDATES: Final = (
     _Rule(
         "parallel",
         "ddp_bucket_size",
-        lambda config: not config.parallel.overlap_grad_reduce,
-        "without --overlap-grad-reduce",
+        lambda config: not (config.parallel.overlap_grad_reduce or _shards(config)),
+        "without --overlap-grad-reduce or a distributed optimizer",
+    ),
+    _Rule(
+        "parallel",
+        "overlap_param_gather",
+        lambda config: not _shards(config),
+        "without --use-distributed-optimizer",
+    ),
+)
+
+_LAYOUT: Final = (
+    _Rule(
+        "parallel",
+        "sequence_parallel",
+        lambda config: config.parallel.tensor_model_parallel_size == 1,
+        "without --tensor-model-parallel-size above 1",
+    ),
+    _Rule(
+        "parallel",
+        "cp_comm_type",
+        lambda config: config.parallel.context_parallel_size == 1,
+        "without --context-parallel-size above 1",
+    ),
+    _Rule(
+        "parallel",
+        "scatter_gather_tensors_in_pipeline",
+        lambda config: (
+            min(config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size) == 1
+            or config.parallel.sequence_parallel
+        ),
+        "without tensor and pipeline parallelism, or with --sequence-parallel, which always sends slices",
+    ),
+    _Rule(
+        "parallel",
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        lambda config: schedule_name(config) != "interleaved",
+        "without the interleaved schedule",
+    ),
+    _Rule(
+        "model",
+        "distribute_saved_activations",
+        lambda config: config.parallel.tensor_model_parallel_size == 1 or config.parallel.sequence_parallel,
+        "without tensor parallelism, or with --sequence-parallel, which divides them anyway",
     ),
 )
 
 _RUN: Final = (
+    _Rule(
+        "logging",
+        "trace_iterations",
+        lambda config: config.logging.trace_dir is None,
+        "without --trace-dir",
+    ),
+    _Rule(
+        "logging",
+        "log_communication",
+        lambda config: config.logging.metrics_file is None and config.logging.tensorboard_dir is None,
+        "without --metrics-file or --tensorboard-dir",
+    ),
     _Rule(
         "data",
         "mid_level_dataset_surplus",
@@ -223,7 +283,7 @@ def flags_without_effect(config: RunConfig, given: Collection[str]) -> list[str]
         given: fields whose flags are on it. Of a switch only what differs from its default counts.
     """
     lines = []
-    for rule in (*_TOKENIZER, *_MODEL, *_UPDATES, *_RUN):
+    for rule in (*_TOKENIZER, *_MODEL, *_UPDATES, *_LAYOUT, *_RUN):
         if type(config.model) is not TransformerConfig and rule in _MODEL:
             continue  # the checkpoint says what the model is
         section = config_sections()[rule.section]

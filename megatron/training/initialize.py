@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron.core.communication import Meter, plain
 from megatron.core.config import ParallelConfig
 from megatron.core.device import default_backend, device_type, local_device
 from megatron.core.parallel_state import ParallelState, create_parallel_state
@@ -36,6 +37,8 @@ class Runtime:
     """Where this rank computes."""
     state: ParallelState
     """Its process groups."""
+    meter: Meter | None = None
+    """What counts the traffic over them, with --log-communication."""
 
 
 def initialize(config: RunConfig, world: World) -> Runtime:
@@ -47,13 +50,19 @@ def initialize(config: RunConfig, world: World) -> Runtime:
     """
     if config.parallel.deterministic_mode:
         _choose_deterministic_kernels()
-    return start_process_groups(config.parallel, world)
+    meter = Meter() if config.logging.log_communication else None
+    return start_process_groups(config.parallel, world, meter)
 
 
-def start_process_groups(layout: ParallelConfig, world: World) -> Runtime:
+def start_process_groups(layout: ParallelConfig, world: World, meter: Meter | None = None) -> Runtime:
     """Meet the other ranks, take a device, and make the groups of ``layout``.
 
     A world of one needs no network.
+
+    Args:
+        layout: the sizes of the axes.
+        world: this rank's place in the job.
+        meter: counts what travels over the groups; None counts nothing.
 
     Raises:
         UsageError: if the devices or the backend that the flags ask for are not there.
@@ -66,10 +75,10 @@ def start_process_groups(layout: ParallelConfig, world: World) -> Runtime:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    state = create_parallel_state(layout, kind)
+    state = create_parallel_state(layout, kind, meter)
     _set_timeouts(state, timeout)
     _log_world(world, backend, device)
-    return Runtime(world.rank, world.world_size, world.local_rank, device, state)
+    return Runtime(world.rank, world.world_size, world.local_rank, device, state, meter)
 
 
 def _device_kind_and_backend(layout: ParallelConfig) -> tuple[str, str]:
@@ -92,11 +101,12 @@ def _choose_deterministic_kernels() -> None:
 
 def _set_timeouts(state: ParallelState, timeout: datetime.timedelta) -> None:
     """Let the time limit hold in every group: new groups have torch's own limit, not that of the world."""
-    groups = [*state.groups.values(), state.data_group, state.model_group, state.world_group]
+    groups = [*state.groups.values(), state.pp_gradients]
+    groups += [state.data_group, state.model_group, state.world_group]
     if state.embedding_group is not None:
         groups.append(state.embedding_group)
     for group in groups:
-        _set_pg_timeout(timeout, group)
+        _set_pg_timeout(timeout, plain(group))
 
 
 def _log_world(world: World, backend: str, device: torch.device) -> None:

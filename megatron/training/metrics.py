@@ -43,6 +43,9 @@ class IterationRecord:
     memory: dict[str, int]
     """Bytes: allocated, max_allocated, reserved, max_reserved."""
     world_size: int
+    communication: dict[str, dict[str, float]] | None = None
+    """With --log-communication what this rank sent: ``calls``, ``bytes`` and ``exposed_ms`` by axis and kind,
+    such as ``tp/all_reduce``."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class JsonLinesSink:
                 "elapsed_ms": record.elapsed_ms,
                 "tflops_per_device": record.tflops_per_device,
                 "peak_memory_bytes": record.memory["max_allocated"],
+                **({} if record.communication is None else {"communication": record.communication}),
             }
         )
 
@@ -245,6 +249,9 @@ class TensorBoardSink:
         if options.timers:
             self._writer.add_scalar("iteration-time", record.elapsed_ms / 1000, record.iteration)
             self._writer.add_scalar("throughput", record.tflops_per_device, record.iteration)
+        for kind, figures in (record.communication or {}).items():
+            for name, value in figures.items():
+                self._writer.add_scalar(f"communication/{kind}-{name}", value, record.iteration)
         if options.memory:
             for name, value in record.memory.items():
                 self._writer.add_scalar(f"mem-{name.replace('_', '-')}-bytes", value, record.iteration)

@@ -1,19 +1,25 @@
 """Everything that one rank of a run holds, made once and passed down."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from megatron.core.distributed import GradientReducer, ParameterBuffers, SharedGradients
+from megatron.core.communication import Meter
+from megatron.core.distributed import SharedGradients
 from megatron.core.optimizer import Optimizer, ParameterSchedule
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parameter import NamedParameter
 from megatron.core.pipeline_parallel.actions import Program
-from megatron.core.pipeline_parallel.p2p import TensorSpec
+from megatron.core.pipeline_parallel.p2p import PipelineChannels, TensorSpec
+from megatron.core.pipeline_parallel.timeline import TimelineEvent
+from megatron.core.weight_gradients import DeferredGradients
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
+from megatron.training.layout import PipelinePlan
 from megatron.training.metrics import Metrics
+from megatron.training.parameters import Reducer, Store
 from megatron.training.plan import BatchPlan
 from megatron.training.progress import Progress
 from megatron.training.task import Stage, Task
@@ -32,6 +38,16 @@ class Readers:
     """Whether there is a test split at all, on whichever stage."""
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model that this rank holds."""
+
+    stage: Stage
+    model: nn.Module
+    deferred: DeferredGradients
+    """Weight gradients that it owes, under a schedule that splits the backward pass."""
+
+
 @dataclass
 class Run:
     """One rank's part of a run."""
@@ -40,17 +56,22 @@ class Run:
     task: Task
     state: ParallelState
     device: torch.device
-    stage: Stage
-    model: nn.Module
-    parameters: list[NamedParameter]
-    buffers: ParameterBuffers
-    reducer: GradientReducer
+    chunks: tuple[Chunk, ...]
+    """The parts of the model on this rank: one, or several with virtual stages."""
+    store: Store
+    """Where the optimizer finds parameters and gradients."""
+    reducer: Reducer
+    """What gathers gradients and sums them over data-parallel ranks."""
     shared_gradients: SharedGradients
     optimizer: Optimizer
     schedule: ParameterSchedule
     batch_plan: BatchPlan
     activation: TensorSpec
-    """What travels between stages: [s, b, h]."""
+    """What travels between stages: [s/cp, b, h], with sequence parallelism [s/(cp tp), b, h]."""
+    pipeline: PipelinePlan
+    """The schedule, and which layers each part of the model has."""
+    channels: PipelineChannels
+    """The process groups between stages."""
     training_program: Program
     """What this stage does in one training step."""
     evaluation_program: Program
@@ -62,6 +83,25 @@ class Run:
     """Set by a hook to end the run after this iteration."""
     resumed_iteration: int = 0
     """Iterations that the loaded checkpoint had done."""
+    meter: Meter | None = None
+    """Counts what this rank sends, with --log-communication."""
+    recorder: Callable[[TimelineEvent], None] | None = None
+    """Takes the timeline of this stage while an iteration is traced."""
+
+    @property
+    def parameters(self) -> tuple[NamedParameter, ...]:
+        """Every parameter of this rank once."""
+        return self.store.parameters
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank has the output layer and the losses."""
+        return any(chunk.stage.last for chunk in self.chunks)
+
+    def train_mode(self, training: bool) -> None:
+        """Switch dropout on or off."""
+        for chunk in self.chunks:
+            chunk.model.train(training)
 
     @property
     def last_iteration(self) -> int:

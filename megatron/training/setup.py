@@ -3,27 +3,24 @@
 import logging
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from megatron.core.distributed import (
-    GradientReducer,
-    ParameterBuffers,
-    SharedGradients,
-    check_replicas,
-    default_bucket_size,
-)
+from megatron.core.communication import all_gather
+from megatron.core.distributed import SharedGradients, check_replicas
 from megatron.core.optimizer import Optimizer
 from megatron.core.parallel_state import ParallelState, model_parallel
-from megatron.core.parameter import NamedParameter, Placement, named_parameters
+from megatron.core.parameter import NamedParameter, Placement
 from megatron.core.pipeline_parallel.lowering import lower
-from megatron.core.pipeline_parallel.p2p import TensorSpec, open_channels
-from megatron.core.pipeline_parallel.partition import layer_ranges
-from megatron.core.tensor_parallel import initialize_parameters
+from megatron.core.pipeline_parallel.p2p import PipelineChannels, TensorSpec, open_channels
+from megatron.core.tensor_parallel import defer_weight_gradients, initialize_parameters
 from megatron.core.tokenizers import Tokenizer
+from megatron.core.weight_gradients import DeferredGradients
 from megatron.training.acceleration import accelerate
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
 from megatron.training.initialize import Runtime
+from megatron.training.layout import PipelinePlan, pipeline_plan
 from megatron.training.metrics import (
     ConsoleSink,
     JsonLinesSink,
@@ -32,10 +29,10 @@ from megatron.training.metrics import (
     TensorBoardOptions,
     TensorBoardSink,
 )
-from megatron.training.plan import batch_plan, run_schedule
-from megatron.training.run import Readers, Run
-from megatron.training.step import pipeline_channels, pipeline_schedule
-from megatron.training.task import SplitDatasets, Stage, Task, parameter_dtype
+from megatron.training.parameters import chunk_parameters, each_once, store_parameters
+from megatron.training.plan import BatchPlan, batch_plan, run_schedule
+from megatron.training.run import Chunk, Readers, Run
+from megatron.training.task import Batch, SplitDatasets, Stage, Task, parameter_dtype
 
 log = logging.getLogger(__name__)
 
@@ -57,58 +54,96 @@ def build_run(
         dtype: number format in place of the one that the settings say: float64, to prove a layout exact.
     """
     state, dtype = runtime.state, dtype or parameter_dtype(config)
-    splits = layer_ranges(config.model.num_layers, state.size("pp"))
-    stage = Stage(splits[state.rank("pp")], state.is_first_stage, state.is_last_stage)
-    for number, layers in enumerate(splits):
-        log.info(" > pipeline stage %d holds layers %d to %d", number, layers.start, layers.stop - 1)
-    model = task.build_model(
-        config, stage, model_parallel(state, config.parallel), Placement(dtype, runtime.device)
-    )
-    accelerate(model, runtime)
-    initialize_parameters(model, config.training.seed)
-    parameters = list(named_parameters(model))
+    plan = batch_plan(config, runtime.world_size)
+    pipeline = pipeline_plan(config, plan.num_microbatches)
+    _log_stages(pipeline)
+    chunks = _build_chunks(config, task, runtime, pipeline, dtype)
+    models = [chunk.model for chunk in chunks]
+    accelerate(models, runtime)
+    parameters = each_once(chunk_parameters(models))
+    initialize_parameters(parameters, config.training.seed)
     _log_parameter_counts(runtime, parameters)
-    buffers = ParameterBuffers(parameters, bucket_size=_bucket_size(config, state))
+    del parameters  # a store may put others in their place
+    store, reducer = store_parameters(config, state, models)
     optimizer = Optimizer(
-        buffers,
+        store,
         config.optimizer,
         config.precision,
         model_group=state.model_group,
         data_group=state.data_group,
     )
-    plan = batch_plan(config, runtime.world_size)
     log.info("setting number of microbatches to constant %d", plan.num_microbatches)
     log.info("> learning rate decay style: %s", config.schedule.lr_decay_style)
-    order = pipeline_schedule(config, state, plan)
-    open_channels(pipeline_channels(config, state), runtime.device)
-    model_config = config.model
+    channels = _channels(config, state)
+    open_channels(channels, runtime.device)
     return Run(
         config=config,
         task=task,
         state=state,
         device=runtime.device,
-        stage=stage,
-        model=model,
-        parameters=parameters,
-        buffers=buffers,
-        reducer=GradientReducer(buffers, state.data_group, overlap=config.parallel.overlap_grad_reduce),
-        shared_gradients=SharedGradients(buffers, state.group("tp"), state.embedding_group),
+        chunks=chunks,
+        store=store,
+        reducer=reducer,
+        shared_gradients=SharedGradients(store, state.group("tp"), state.embedding_group),
         optimizer=optimizer,
         schedule=run_schedule(config, resumed),
         batch_plan=plan,
-        training_program=lower(order)[state.rank("pp")],
-        evaluation_program=lower(order, forward_only=True)[state.rank("pp")],
-        activation=TensorSpec(
-            (model_config.seq_length, plan.micro_batch_size, model_config.hidden_size), dtype, runtime.device
-        ),
+        pipeline=pipeline,
+        channels=channels,
+        training_program=lower(pipeline.schedule)[state.rank("pp")],
+        evaluation_program=lower(pipeline.schedule, forward_only=True)[state.rank("pp")],
+        activation=_activation(config, state, plan, dtype, runtime.device),
+        meter=runtime.meter,
     )
 
 
-def _bucket_size(config: RunConfig, state: ParallelState) -> int | None:
-    """Elements of a gradient bucket; None, one bucket, where reduction does not overlap the backward pass."""
-    if not config.parallel.overlap_grad_reduce:
-        return None
-    return config.parallel.ddp_bucket_size or default_bucket_size(state.size("dp"))
+def _build_chunks(
+    config: RunConfig, task: Task, runtime: Runtime, pipeline: PipelinePlan, dtype: torch.dtype
+) -> tuple[Chunk, ...]:
+    """This rank's parts of the model, uninitialised."""
+    schedule, number = pipeline.schedule, runtime.state.rank("pp")
+    parallel = model_parallel(runtime.state, config.parallel)
+    chunks: list[Chunk] = []
+    for index in range(schedule.chunks):
+        part = schedule.part(number, index)
+        stage = Stage(pipeline.layers[part], part == 0, part == schedule.last_part)
+        others = [chunk.model for chunk in chunks]
+        model = task.build_model(config, stage, parallel, Placement(dtype, runtime.device), others)
+        deferred = DeferredGradients()
+        if schedule.splits_backward:
+            defer_weight_gradients(model, deferred)
+        chunks.append(Chunk(stage, model, deferred))
+    return tuple(chunks)
+
+
+def _channels(config: RunConfig, state: ParallelState) -> PipelineChannels:
+    """The groups over which this rank's stage hands tensors on."""
+    parallel = config.parallel
+    return PipelineChannels(
+        state.group("pp"),
+        state.pp_gradients,
+        state.group("tp"),
+        scatter_gather=parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel,
+    )
+
+
+def _activation(
+    config: RunConfig, state: ParallelState, plan: BatchPlan, dtype: torch.dtype, device: torch.device
+) -> TensorSpec:
+    """What travels between stages."""
+    shards = state.size("cp") * (state.size("tp") if config.parallel.sequence_parallel else 1)
+    model = config.model
+    shape = (model.seq_length // shards, plan.micro_batch_size, model.hidden_size)
+    return TensorSpec(shape, dtype, device)
+
+
+def _log_stages(pipeline: PipelinePlan) -> None:
+    """Print which layers each stage holds."""
+    schedule = pipeline.schedule
+    for stage in range(len(schedule.stages)):
+        held = (pipeline.layers[schedule.part(stage, chunk)] for chunk in range(schedule.chunks))
+        texts = (f"{layers.start} to {layers.stop - 1}" if layers else "none" for layers in held)
+        log.info(" > pipeline stage %d holds layers %s", stage, ", ".join(texts))
 
 
 def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) -> None:
@@ -118,8 +153,7 @@ def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) ->
         [state.rank("tp"), state.rank("pp"), sum(named.parameter.numel() for named in parameters)],
         device=runtime.device,
     )
-    rows = own.new_empty(state.model_group.size() * 3)
-    dist.all_gather_single(rows, own, group=state.model_group)
+    rows = all_gather(own, state.model_group)
     for tp_rank, pp_rank, count in sorted(rows.view(-1, 3).tolist()):
         log.info(
             " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
@@ -151,7 +185,7 @@ def attach_data(run: Run, tokenizer: Tokenizer | None) -> None:
             "whose first share is above 0"
         )
     run.readers = Readers(has_valid=datasets.valid is not None, has_test=datasets.test is not None)
-    if run.task.reads_data(run.config, run.stage):
+    if any(run.task.reads_data(run.config, chunk.stage) for chunk in run.chunks):
         _attach_readers(run, datasets)
 
 
@@ -160,10 +194,13 @@ def _attach_readers(run: Run, datasets: SplitDatasets) -> None:
     past = done // evaluation.eval_interval if evaluation.eval_interval else 0
     valid_samples = past * evaluation.eval_iters * run.batch_plan.global_batch_size
 
-    def reader(dataset: object, consumed: int) -> MicrobatchReader | None:
+    def own_tokens(batch: Batch) -> Batch:
+        return run.task.own_tokens(batch, run.state.group("cp"))
+
+    def reader(dataset: Dataset[dict[str, Tensor]] | None, consumed: int) -> MicrobatchReader | None:
         if dataset is None:
             return None
-        return MicrobatchReader(dataset, run.config, run.state, run.device, consumed)  # type: ignore[arg-type]
+        return MicrobatchReader(dataset, run.config, run.state, run.device, consumed, own_tokens)
 
     run.readers.train = reader(datasets.train, run.progress.consumed_samples)
     run.readers.valid = reader(datasets.valid, valid_samples)
@@ -199,4 +236,4 @@ def attach_metrics(run: Run) -> None:
 
 def verify_replicas(run: Run) -> None:
     """Refuse to train with replicas whose weights differ."""
-    check_replicas(run.buffers, run.state.data_group, run.state.group("tp"))
+    check_replicas(run.store, run.state.data_group, run.state.group("tp"))

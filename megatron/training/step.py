@@ -5,19 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.communication import all_reduce
 from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
-from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.engine import ForwardStep, run_pipeline
-from megatron.core.pipeline_parallel.p2p import PipelineChannels
-from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.tensor_parallel import RandomStream
-from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
-from megatron.training.plan import BatchPlan
 from megatron.training.progress import StepOutcome
 from megatron.training.run import Run
 from megatron.training.task import Batch
@@ -25,26 +19,6 @@ from megatron.training.task import Batch
 
 class NonFiniteLossError(ValueError):
     """A loss is NaN or infinite."""
-
-
-def pipeline_schedule(config: RunConfig, state: ParallelState, plan: BatchPlan) -> Schedule:
-    """In what order the stages run the micro-batches of a step."""
-    return build_schedule(
-        config.parallel.pipeline_schedule or "1f1b",
-        stages=state.size("pp"),
-        microbatches=plan.num_microbatches,
-    )
-
-
-def pipeline_channels(config: RunConfig, state: ParallelState) -> PipelineChannels:
-    """The groups over which this rank's stage hands tensors on."""
-    parallel = config.parallel
-    return PipelineChannels(
-        state.group("pp"),
-        state.pp_gradients,
-        state.group("tp"),
-        scatter_gather=parallel.scatter_gather_tensors_in_pipeline and not parallel.sequence_parallel,
-    )
 
 
 def train_step(run: Run) -> StepOutcome:
@@ -74,7 +48,8 @@ def train_step(run: Run) -> StepOutcome:
         return replace(outcome, losses=dict.fromkeys(run.task.loss_names, 0.0), remarks=(reason,))
 
     run.reducer.zero_grad(run.batch_plan.num_microbatches)
-    sums = _forward_backward(run, batches, outcome.loss_scale / counts.clamp(min=1))
+    factors = outcome.loss_scale * run.reducer.loss_factor / counts.clamp(min=1)
+    sums = _forward_backward(run, batches, factors)
     run.reducer.finish()
     run.shared_gradients.sum()
     losses = _mean_losses(run, _sum_over_losses(run, sums), counts)
@@ -105,13 +80,13 @@ def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int
 
     A loss that nothing in them counts towards has no value, and is left out.
     """
-    run.model.eval()
+    run.train_mode(False)
     totals = torch.zeros(2, len(run.task.loss_names), dtype=torch.float64)
     for _ in range(iterations):
         batches = _take(reader, run)
         totals[0] += _forward_only(run, batches)
         totals[1] += _loss_counts(run, batches)
-    run.model.train()
+    run.train_mode(True)
     sums, counts = _sum_over_losses(run, totals)
     means = _mean_losses(run, sums, counts)
     return {name: means[name] for name, count in zip(means, counts.tolist(), strict=True) if count}
@@ -126,7 +101,7 @@ def _take(reader: MicrobatchReader | None, run: Run) -> Sequence[Batch | None]:
 def _loss_counts(run: Run, batches: Sequence[Batch | None]) -> Tensor:
     """What each loss of these micro-batches is summed over, float64 [losses]; zeros before the last stage."""
     counts = torch.zeros(len(run.task.loss_names), dtype=torch.float64)
-    if run.stage.last:
+    if run.holds_loss:
         for batch in batches:
             assert batch is not None
             counts += run.task.loss_counts(batch).to(counts)
@@ -135,10 +110,9 @@ def _loss_counts(run: Run, batches: Sequence[Batch | None]) -> Tensor:
 
 def _sum_over_losses(run: Run, values: Tensor) -> Tensor:
     """Sum over the ranks that hold a loss (last stage, first tensor-parallel rank); every rank gets it."""
-    counted = run.stage.last and run.state.rank("tp") == 0
+    counted = run.holds_loss and run.state.rank("tp") == 0
     total = values.to(run.device) if counted else torch.zeros_like(values, device=run.device)
-    dist.all_reduce(total, group=run.state.world_group)
-    return total.cpu()
+    return all_reduce(total, run.state.world_group).cpu()
 
 
 def _mean_losses(run: Run, sums: Tensor, counts: Tensor) -> dict[str, float]:
@@ -153,7 +127,7 @@ def _microbatch_forward(run: Run, batches: Sequence[Batch | None]) -> ForwardSte
 
     def forward(chunk: int, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         own = stream.fold("microbatch", microbatch * replicas + replica)
-        return run.task.forward(run.model, batches[microbatch], hidden_states, own)
+        return run.task.forward(run.chunks[chunk].model, batches[microbatch], hidden_states, own)
 
     return forward
 
@@ -173,7 +147,7 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
 
     def forward_and_scale(chunk: int, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         output = forward(chunk, microbatch, hidden_states)
-        if not run.stage.last:
+        if not run.chunks[chunk].stage.last:
             return output
         kept.append(output.detach())
         return (output * weights.to(output.dtype)).sum()
@@ -181,9 +155,11 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
     run_pipeline(
         run.training_program,
         forward=forward_and_scale,
-        schedule=pipeline_schedule(run.config, run.state, run.batch_plan),
-        channels=pipeline_channels(run.config, run.state),
+        schedule=run.pipeline.schedule,
+        channels=run.channels,
         activation=run.activation,
+        deferred=[chunk.deferred for chunk in run.chunks],
+        recorder=run.recorder,
     )
     for output in kept:
         sums += output.to(sums)
@@ -196,8 +172,8 @@ def _forward_only(run: Run, batches: Sequence[Batch | None]) -> Tensor:
     outputs = run_pipeline(
         run.evaluation_program,
         forward=forward,
-        schedule=pipeline_schedule(run.config, run.state, run.batch_plan),
-        channels=pipeline_channels(run.config, run.state),
+        schedule=run.pipeline.schedule,
+        channels=run.channels,
         activation=run.activation,
         forward_only=True,
     )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
 from megatron.core.parallel_state import ModelParallel
@@ -52,9 +53,23 @@ class Task(Protocol):
         """Names of the losses in the order in which :meth:`forward` gives them, such as ``("lm loss",)``."""
 
     def build_model(
-        self, config: RunConfig, stage: Stage, parallel: ModelParallel, placement: Placement
+        self,
+        config: RunConfig,
+        stage: Stage,
+        parallel: ModelParallel,
+        placement: Placement,
+        others: Sequence[nn.Module],
     ) -> nn.Module:
-        """The uninitialised part of the model that ``stage`` holds."""
+        """The uninitialised part of the model that ``stage`` holds.
+
+        Args:
+            config: the settings of the run.
+            stage: which part of the model.
+            parallel: how ranks share it.
+            placement: format and device of the parameters.
+            others: the parts that this rank holds already, which come earlier in the model: a tied output
+                layer shares the embeddings of one of them.
+        """
 
     def build_datasets(
         self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]
@@ -63,6 +78,9 @@ class Task(Protocol):
 
     def reads_data(self, config: RunConfig, stage: Stage) -> bool:
         """Whether :meth:`forward` on ``stage`` looks at the batch at all."""
+
+    def own_tokens(self, batch: Batch, cp_group: ProcessGroup) -> Batch:
+        """What this rank of a context-parallel group works on of a micro-batch of whole sequences."""
 
     def loss_counts(self, batch: Batch) -> Tensor:
         """How many items each loss of a micro-batch is summed over: float64 [number of losses]."""

@@ -28,6 +28,7 @@ from megatron.training.hooks import (
     GarbageCollectionHook,
     Hook,
     LoggingHook,
+    TraceHook,
 )
 from megatron.training.initialize import discover_world, initialize
 from megatron.training.progress import StepOutcome
@@ -86,6 +87,8 @@ def build_hooks(run: Run) -> list[Hook]:
         ExitHook(config.training),
         CheckpointHook(config.checkpoint),
     ]
+    if config.logging.trace_dir is not None:
+        hooks.append(TraceHook(config.logging.trace_dir, config.logging.trace_iterations))
     if config.training.manual_gc:
         hooks.append(GarbageCollectionHook(config.training.manual_gc_interval))
     return hooks

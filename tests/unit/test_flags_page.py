@@ -23,6 +23,7 @@ def test_a_flag_s_row_has_spelling_values_default_and_meaning():
     rows = PAGE.read_text(encoding="utf-8").splitlines()
     assert "| `--lr X` | **required** | Highest learning rate. |" in rows
     assert (
-        "| `--pipeline-schedule {1f1b,gpipe}` | `1f1b` | Order in which a stage runs its micro-batches. |"
+        "| `--cp-comm-type {p2p,all_gather,a2a}` | `p2p` | How ranks of a sequence see each other's keys and "
+        "values: passed round a ring (p2p), gathered, or by exchanging sequence shards for heads (a2a). |"
         in rows
     )

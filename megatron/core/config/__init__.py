@@ -6,7 +6,7 @@ Each field is one command-line flag: its name, type, default, choices and (in th
 from megatron.core.config.data import DataConfig, TokenizerConfig
 from megatron.core.config.field import FlagSpec, flag, flag_spec
 from megatron.core.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.core.config.parallel import ParallelConfig
+from megatron.core.config.parallel import ParallelConfig, ScheduleName
 from megatron.core.config.transformer import TransformerConfig
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ScheduleConfig",
+    "ScheduleName",
     "TokenizerConfig",
     "TransformerConfig",
     "flag",

@@ -5,6 +5,8 @@ from typing import Literal
 
 from megatron.core.config.field import flag
 
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -21,7 +23,7 @@ class ParallelConfig:
     exchanging sequence shards for heads (a2a)."""
     sequence_parallel: bool = False
     """Split norms, dropout and the residual stream over the tensor-parallel ranks, along the sequence."""
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] | None = None
+    pipeline_schedule: ScheduleName | None = None
     """Order in which a stage runs its micro-batches; default 1f1b, or interleaved with several chunks."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of one model chunk: each stage then holds several chunks (interleaved schedule)."""
@@ -70,9 +72,19 @@ class ParallelConfig:
     """Choose only deterministic kernels, at some cost in speed."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "microbatch_group_size_per_virtual_pipeline_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.distributed_timeout_minutes <= 0:
             raise ValueError(
                 f"--distributed-timeout-minutes {self.distributed_timeout_minutes}: must be above 0"

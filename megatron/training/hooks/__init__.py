@@ -6,5 +6,14 @@ from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.hooks.exit import ExitHook
 from megatron.training.hooks.garbage import GarbageCollectionHook
 from megatron.training.hooks.logging import LoggingHook
+from megatron.training.hooks.trace import TraceHook
 
-__all__ = ["CheckpointHook", "EvaluationHook", "ExitHook", "GarbageCollectionHook", "Hook", "LoggingHook"]
+__all__ = [
+    "CheckpointHook",
+    "EvaluationHook",
+    "ExitHook",
+    "GarbageCollectionHook",
+    "Hook",
+    "LoggingHook",
+    "TraceHook",
+]

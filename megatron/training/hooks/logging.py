@@ -3,6 +3,7 @@
 import datetime
 import logging
 
+from megatron.core.communication import Meter
 from megatron.core.device import memory_statistics
 from megatron.planning.flops import training_flops
 from megatron.training.console import PROGRESS
@@ -65,6 +66,7 @@ class LoggingHook(Hook):
             tflops_per_device=self._per_device(run, seconds),
             memory=memory_statistics(run.device),
             world_size=run.state.world_group.size(),
+            communication=None if run.meter is None else _figures(run.meter),
         )
 
     def _line(self, run: Run, record: IterationRecord) -> LogLine:
@@ -86,3 +88,13 @@ class LoggingHook(Hook):
             skipped=window.skipped,
             nan=window.nan,
         )
+
+
+def _figures(meter: Meter) -> dict[str, dict[str, float]]:
+    """What this rank has sent since the last iteration, by axis and kind."""
+    found: dict[str, dict[str, float]] = {}
+    for (axis, kind), traffic in sorted(meter.take().items()):
+        figures = found[f"{axis}/{kind}"] = {"calls": traffic.calls, "bytes": traffic.moved_bytes}
+        if traffic.exposed_seconds is not None:
+            figures["exposed_ms"] = traffic.exposed_seconds * 1000
+    return found

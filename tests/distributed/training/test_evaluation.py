@@ -53,7 +53,7 @@ def evaluated_run(argv):
     run.metrics = Metrics([records])
     train(run, build_hooks(run))
     logging.getLogger(PROGRESS).removeHandler(handler)
-    assert run.model.training
+    assert run.chunks[0].model.training
     seen = [
         (one.iteration, one.consumed_samples, one.split, one.losses["lm loss"], one.final)
         for one in records.evaluations
@@ -100,9 +100,9 @@ def losses_without_the_loop(argv, batches):
         torch.from_numpy(np.stack([sample[name] for sample in samples]))
         for name in ("tokens", "labels", "loss_mask")
     )
-    run.model.eval()
+    run.chunks[0].model.eval()
     with torch.no_grad():
-        logits = run.model(tokens=tokens, labels=None, stream=RandomStream.root(0))  # [s, b, v]
+        logits = run.chunks[0].model(tokens=tokens, labels=None, stream=RandomStream.root(0))  # [s, b, v]
     losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none") * mask  # [b, s]
     sums, counts = losses.view(-1, 16, 32).sum(dim=(1, 2)), mask.double().view(-1, 16, 32).sum(dim=(1, 2))
     return (sums / counts).tolist()

@@ -6,17 +6,87 @@ import torch
 from tests.harness import run_ranks
 from tests.training_harness import SHAPES, Record, flags, train_run, train_runs, write_corpus
 
-SGD = ("--optimizer", "sgd")
-LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
-"""(TP, PP, DP)."""
+EIGHT_LAYERS = ("--num-layers", "8", "--optimizer", "sgd")
+TP, PP, CP, VPP = (
+    "--tensor-model-parallel-size {} ",
+    "--pipeline-model-parallel-size {} ",
+    "--context-parallel-size {} ",
+    "--num-virtual-stages-per-pipeline-rank {} ",
+)
+TP2, TP4, PP2, PP4, CP2, CP4, VPP2 = (
+    TP.format(2),
+    TP.format(4),
+    PP.format(2),
+    PP.format(4),
+    CP.format(2),
+    CP.format(4),
+    VPP.format(2),
+)
+SP = "--sequence-parallel "
+ZERO1, ZERO2, ZERO3 = (
+    f"--data-parallel-sharding-strategy {name} " for name in ("optim", "optim_grads", "optim_grads_params")
+)
+OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 "
+GATHER, ALL_TO_ALL = "--cp-comm-type all_gather ", "--cp-comm-type a2a "
+ZB_H1, ZB_V, GPIPE = (f"--pipeline-schedule {name} " for name in ("zb-h1", "zb-v", "gpipe"))
+FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers 1 "
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp layernorm "
+
+LAYOUTS = {
+    # One axis.
+    "TP4": (4, TP4),
+    "TP2 SP": (2, TP2 + SP + SELECTIVE),
+    "PP4": (4, PP4),
+    "PP2 gpipe": (2, PP2 + GPIPE + FULL.format("block")),
+    "PP2 VPP2": (2, PP2 + VPP2),
+    "PP4 zb-h1": (4, PP4 + ZB_H1),
+    "PP2 zb-v": (2, PP2 + ZB_V),
+    "CP4": (4, CP4),
+    "CP2 gathered": (2, CP2 + GATHER),
+    "DP4": (4, OVERLAP),
+    "DP4 ZeRO-1": (4, ZERO1 + OVERLAP + "--overlap-param-gather "),
+    "DP2 ZeRO-2": (2, ZERO2 + OVERLAP),
+    "DP2 ZeRO-3": (2, ZERO3),
+    # Two axes, and more.
+    "TP2 PP2": (4, TP2 + PP2 + FULL.format("uniform") + "--distribute-saved-activations "),
+    "TP2 PP2 whole transfers": (4, TP2 + PP2 + "--no-scatter-gather-tensors-in-pipeline "),
+    "TP2 PP2 SP": (4, TP2 + PP2 + SP),
+    "TP2 CP2": (4, TP2 + CP2 + ALL_TO_ALL),
+    "TP2 CP2 SP": (4, TP2 + CP2 + SP + FULL.format("uniform")),
+    "TP2 DP2": (4, TP2 + OVERLAP + "--ddp-average-in-collective "),
+    "TP2 SP ZeRO-1": (4, TP2 + SP + ZERO1),
+    "TP2 SP ZeRO-2": (4, TP2 + SP + ZERO2 + OVERLAP),
+    "TP2 ZeRO-3": (4, TP2 + ZERO3),
+    "TP2 SP ZeRO-3": (4, TP2 + SP + ZERO3 + FULL.format("uniform")),
+    "PP2 VPP2 DP2": (4, PP2 + VPP2 + OVERLAP),
+    "PP2 VPP2 TP2 SP": (4, PP2 + VPP2 + TP2 + SP),
+    "PP2 CP2 sharded": (4, PP2 + CP2 + ZERO1 + OVERLAP),
+    "PP2 VPP2 CP2": (4, PP2 + VPP2 + CP2 + GATHER),
+    "PP2 ZeRO-1": (4, PP2 + ZERO1 + OVERLAP),
+    "PP2 ZeRO-2": (4, PP2 + ZERO2),
+    "PP2 ZeRO-3": (4, PP2 + ZERO3),
+    "CP2 ZeRO-1": (4, CP2 + ZERO1 + "--overlap-param-gather "),
+    "CP2 ZeRO-3": (4, CP2 + ZERO3),
+    "PP2 zb-h1 TP2 SP": (4, PP2 + ZB_H1 + TP2 + SP),
+    "PP2 zb-v ZeRO-1": (4, PP2 + ZB_V + ZERO1 + OVERLAP),
+    "PP2 zb-h1 CP2": (4, PP2 + ZB_H1 + CP2 + SELECTIVE),
+}
+"""Ranks and flags by name; what is left of the ranks is data parallel."""
+
+LARGE_LAYOUTS = {
+    "TP2 PP2 ZeRO-1": (8, TP2 + PP2 + ZERO1 + OVERLAP),
+    "TP2 PP2 CP2 SP": (8, TP2 + PP2 + CP2 + SP),
+    "PP2 CP2 DP2 sharded": (8, PP2 + CP2 + ZERO1 + OVERLAP),
+    "PP2 VPP2 TP2 SP DP2": (8, PP2 + VPP2 + TP2 + SP + ZERO1),
+    "PP4 zb-v TP2": (8, PP4 + ZB_V + TP2),
+    "TP2 CP2 ZeRO-3": (8, TP2 + CP2 + ZERO3),
+    "TP2 PP2 ZeRO-2": (8, TP2 + PP2 + ZERO2),
+}
 
 
-def _layout(tp: int, pp: int) -> list[str]:
-    return [f"--tensor-model-parallel-size={tp}", f"--pipeline-model-parallel-size={pp}"]
-
-
-def _recompute(method: str) -> list[str]:
-    return f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1".split()
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
 
 
 def _other_tie(shape: str) -> str:
@@ -25,15 +95,13 @@ def _other_tie(shape: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
-
-
-@pytest.fixture(scope="module")
 def reference(prefix):
     """Single-rank records by (shape, whether the tie is the shape's own)."""
     keys = [(shape, own) for shape in SHAPES for own in (True, False)]
-    lines = [flags(prefix, SHAPES[shape], *SGD, *([] if own else [_other_tie(shape)])) for shape, own in keys]
+    lines = [
+        flags(prefix, SHAPES[shape], *EIGHT_LAYERS, *([] if own else [_other_tie(shape)]))
+        for shape, own in keys
+    ]
     (records,) = run_ranks(1, train_runs, lines)
     return dict(zip(keys, records, strict=True))
 
@@ -53,53 +121,77 @@ def test_the_single_rank_learns_and_masks(reference):
     assert record.losses[-1] < record.losses[0] - 0.5
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_layout_gives_the_single_rank_s_curve(prefix, reference, shape, tp, pp, dp):
-    larger = ("--micro-batch-size", "2")
-    variants = {True: (), False: (_other_tie(shape), *larger)}
-    lines = [flags(prefix, SHAPES[shape], *SGD, *_layout(tp, pp), *more) for more in variants.values()]
-    results = run_ranks(tp * pp * dp, train_runs, lines, timeout_seconds=120)
-    for rank, records in enumerate(results):
-        for own, record in zip(variants, records, strict=True):
-            assert_same(record, reference[shape, own], f"own tie {own}, rank {rank}")
+def _assert_one_curve(prefix, reference, ranks, words):
+    """GPT-2's shape as it is; Llama's with its tie turned round and larger micro-batches."""
+    variants = {("gpt2", True): (), ("llama", False): (_other_tie("llama"), "--micro-batch-size", "2")}
+    lines = [
+        flags(prefix, SHAPES[shape], *EIGHT_LAYERS, *words.split(), *more)
+        for (shape, _), more in variants.items()
+    ]
+    for rank, records in enumerate(run_ranks(ranks, train_runs, lines, timeout_seconds=240)):
+        for key, record in zip(variants, records, strict=True):
+            assert_same(record, reference[key], f"{key}, rank {rank}")
 
 
-EXTRAS = [
-    ("--pipeline-schedule", "gpipe", *_recompute("block")),
-    ("--overlap-grad-reduce", "--ddp-bucket-size", "5000", *_recompute("uniform")),
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_gives_the_single_rank_s_curve(prefix, reference, name):
+    _assert_one_curve(prefix, reference, *LAYOUTS[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LARGE_LAYOUTS)
+def test_layout_of_eight_ranks_gives_the_single_rank_s_curve(prefix, reference, name):
+    _assert_one_curve(prefix, reference, *LARGE_LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["TP2 PP2", "PP2 VPP2 TP2 SP", "PP2 zb-v ZeRO-1", "TP2 ZeRO-3"])
+def test_the_other_tie_of_each_shape_gives_the_same_curve(prefix, reference, name):
+    ranks, words = LAYOUTS[name]
+    variants = {("gpt2", False): (_other_tie("gpt2"), "--micro-batch-size", "2"), ("llama", True): ()}
+    lines = [
+        flags(prefix, SHAPES[shape], *EIGHT_LAYERS, *words.split(), *more)
+        for (shape, _), more in variants.items()
+    ]
+    for records in run_ranks(ranks, train_runs, lines, timeout_seconds=240):
+        for key, record in zip(variants, records, strict=True):
+            assert_same(record, reference[key], str(key))
+
+
+FLOAT64_LAYOUTS = [
+    TP2 + PP2 + SP,
+    TP2 + CP2 + SP,
+    PP2 + OVERLAP,
+    PP2 + CP2 + ZERO1,
+    TP2 + SP + ZERO1,
+    PP2 + ZB_H1 + ZERO2,
+    CP2 + ALL_TO_ALL,
+    TP2 + ZERO3,
+    PP2 + ZERO3,
+    PP2 + "--pipeline-model-parallel-layout E|t|t|L " + OVERLAP,
 ]
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_schedule_recompute_and_overlap_change_nothing(prefix, reference, shape, tp, pp):
-    lines = [flags(prefix, SHAPES[shape], *SGD, *_layout(tp, pp), *more) for more in EXTRAS]
-    for records in run_ranks(4, train_runs, lines, timeout_seconds=120):
-        for more, record in zip(EXTRAS, records, strict=True):
-            assert_same(record, reference[shape, True], " ".join(more))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_float64_only_rounding_is_left(prefix, shape):
-    small = [*SHAPES[shape], "--num-layers", "2", *SGD]
+    small = [*SHAPES[shape], "--num-layers", "2", "--optimizer", "sgd"]
     ((expected,),) = run_ranks(1, train_runs, [flags(prefix, small)], torch.float64)
-    lines = [flags(prefix, small, *_layout(tp, pp)) for tp, pp in ((2, 2), (1, 2), (2, 1), (1, 1))]
-    for records in run_ranks(4, train_runs, lines, torch.float64, timeout_seconds=120):
-        for record in records:
-            assert record.losses == pytest.approx(expected.losses, rel=1e-10)
-            assert record.norms == pytest.approx(expected.norms, rel=1e-10)
+    lines = [flags(prefix, small, *words.split()) for words in FLOAT64_LAYOUTS]
+    for records in run_ranks(4, train_runs, lines, torch.float64, timeout_seconds=240):
+        for words, record in zip(FLOAT64_LAYOUTS, records, strict=True):
+            assert record.losses == pytest.approx(expected.losses, rel=1e-10), words
+            assert record.norms == pytest.approx(expected.norms, rel=1e-10), words
             for name, weight in expected.weights.items():
-                assert (record.weights[name] - weight).abs().max() <= 1e-10, name
+                assert (record.weights[name] - weight).abs().max() <= 1e-10, (words, name)
 
 
 def test_adam_keeps_the_curve_too(prefix):
     adam = ("--lr", "1e-3", "--micro-batch-size", "2")
     lines = [flags(prefix, shape, *adam) for shape in SHAPES.values()]
     (expected,) = run_ranks(1, train_runs, lines)
-    split = [[*line, *_layout(2, 2)] for line in lines]
+    splits = [TP2 + PP2, TP2 + SP + ZERO1 + OVERLAP]
+    split = [[*line, *words.split()] for words in splits for line in lines]
     for records in run_ranks(4, train_runs, split, timeout_seconds=120):
-        for record, reference in zip(records, expected, strict=True):
+        for record, reference in zip(records, expected * len(splits), strict=True):
             assert record.losses == pytest.approx(reference.losses, rel=2e-6)
             assert record.norms == pytest.approx(reference.norms, rel=1e-5)
 
@@ -109,7 +201,7 @@ DROPOUT = ("--hidden-dropout", "0.5", "--attention-dropout", "0.5")
 
 def test_dropout_goes_by_the_place_in_the_global_batch_and_not_by_the_replica(prefix):
     # Equal masks on replicas, or masks drawn by a replica's own count of micro-batches, give other losses.
-    line = flags(prefix, SHAPES["gpt2"], *SGD, *DROPOUT, "--train-iters", "5")
+    line = flags(prefix, SHAPES["gpt2"], "--optimizer", "sgd", *DROPOUT, "--train-iters", "5")
     (alone,) = run_ranks(1, train_run, line)
     (masked_otherwise,) = run_ranks(1, train_run, [*line, "--micro-batch-size", "2"])
     assert masked_otherwise.losses != pytest.approx(alone.losses, rel=1e-4)
@@ -119,7 +211,21 @@ def test_dropout_goes_by_the_place_in_the_global_batch_and_not_by_the_replica(pr
 
 
 def test_hidden_dropout_does_not_depend_on_tensor_or_pipeline_parallelism(prefix):
-    line = flags(prefix, SHAPES["gpt2"], *SGD, *DROPOUT[:2], "--train-iters", "5")
+    line = flags(prefix, SHAPES["gpt2"], "--optimizer", "sgd", *DROPOUT[:2], "--train-iters", "5")
     (alone,) = run_ranks(1, train_run, line)
-    for rank in run_ranks(4, train_run, [*line, *_layout(2, 2)]):
-        assert rank.losses == pytest.approx(alone.losses, rel=2e-6)
+    for words in (TP2 + PP2, PP2 + VPP2 + OVERLAP):
+        for rank in run_ranks(4, train_run, [*line, *words.split()]):
+            assert rank.losses == pytest.approx(alone.losses, rel=2e-6)
+
+
+@pytest.mark.parametrize("words", [TP2 + PP2, TP2 + CP2 + SP, PP2 + ZB_H1 + CP2])
+def test_with_dropout_on_recomputation_changes_nothing(prefix, words):
+    line = flags(prefix, SHAPES["gpt2"], "--optimizer", "sgd", *DROPOUT, "--train-iters", "5", *words.split())
+    kinds = ["", SELECTIVE, FULL.format("uniform"), FULL.format("block")]
+    if "sequence" not in words:
+        kinds.append(FULL.format("uniform") + "--distribute-saved-activations")
+    lines = [[*line, *kind.split()] for kind in kinds]
+    for plain, *recomputed in run_ranks(4, train_runs, lines, timeout_seconds=120):
+        for kind, record in zip(kinds[1:], recomputed, strict=True):
+            assert record.losses == pytest.approx(plain.losses, rel=1e-6), kind
+            assert record.norms == pytest.approx(plain.norms, rel=1e-6), kind

@@ -20,14 +20,28 @@ from tests.distributed.training.saved_runs import (
 from tests.harness import run_ranks
 from tests.training_harness import SHAPES, VOCAB, flags, start, write_corpus
 
+TP2, TP4, PP2, PP4, TP2_PP2 = layout(2), layout(4), layout(1, 2), layout(1, 4), layout(2, 2)
+SP, VPP2 = ["--sequence-parallel"], ["--num-virtual-stages-per-pipeline-rank=2"]
+CP2, ZB_V = ["--context-parallel-size=2"], ["--pipeline-schedule=zb-v"]
+ZERO1, ZERO2, ZERO3 = (
+    [f"--data-parallel-sharding-strategy={name}"] for name in ("optim", "optim_grads", "optim_grads_params")
+)
 CHAIN = [
-    # (TP, PP, ranks, iterations of the whole run when this part ends, --make-vocab-size-divisible-by)
-    (2, 2, 4, 5, 8),
-    (1, 1, 1, 8, 128),
-    (1, 1, 4, 11, 8),
-    (1, 4, 4, 14, 128),
-    (4, 1, 4, 17, 8),
-    (2, 2, 4, 20, 128),
+    # (layout, ranks, iterations of the whole run when this part ends, --make-vocab-size-divisible-by)
+    ([*TP2_PP2, *SP], 4, 4, 8),
+    (ZERO1, 4, 6, 8),
+    ([*PP2, *VPP2], 4, 8, 128),
+    ([*TP2, *ZERO3], 4, 10, 8),
+    ([*TP2, *CP2], 4, 11, 128),
+    ([], 1, 12, 128),
+    ([*PP2, *ZB_V, *ZERO1], 4, 13, 8),
+    (ZERO3, 4, 14, 128),
+    ([*TP2, *SP, *ZERO2], 4, 15, 8),
+    ([*PP2, *ZERO3], 4, 16, 8),
+    ([*PP2, *CP2, *ZERO1], 4, 17, 128),
+    (PP4, 4, 18, 128),
+    (TP4, 4, 19, 8),
+    (TP2_PP2, 4, 20, 128),
 ]
 # A learning rate at which training is well-conditioned: at 1e-2, Adam's curve has a step that multiplies any
 # difference, in float64 too, a thousandfold.
@@ -56,16 +70,16 @@ def run_chain(tmp_path: Path, base: dict[str, list[str]], chain) -> None:
     """The parts of each run in turn, those next to each other that need as many ranks on the same ranks."""
     begun = 0
     while begun < len(chain):
-        world = chain[begun][2]
+        world = chain[begun][1]
         together = []
-        for tp, pp, ranks, end, divisible in chain[begun:]:
+        for words, ranks, end, divisible in chain[begun:]:
             if ranks != world:
                 break
             together += [
                 (
                     [
                         *flags_of_run,
-                        *layout(tp, pp),
+                        *words,
                         *resuming(tmp_path / name),
                         f"--metrics-file={tmp_path / name}.json",
                         f"--exit-interval={end}",
@@ -76,13 +90,13 @@ def run_chain(tmp_path: Path, base: dict[str, list[str]], chain) -> None:
                 for name, flags_of_run in base.items()
             ]
             begun += 1
-        run_ranks(world, run_parts, together, timeout_seconds=120)
+        run_ranks(world, run_parts, together, timeout_seconds=240)
 
 
 def test_the_curve_goes_on_in_every_layout(prefix, tmp_path):
     base = {shape: flags(prefix, args, *SCHEDULES) for shape, args in SHAPES.items()}
     straight = {f"{shape}_straight": args for shape, args in base.items()}
-    run_chain(tmp_path, straight, [(2, 2, 4, 20, 8)])
+    run_chain(tmp_path, straight, [(TP2_PP2, 4, 20, 8)])
     run_chain(tmp_path, base, CHAIN)
     for shape in SHAPES:
         expected, found = (iterations(tmp_path / f"{shape}{end}.json") for end in ("_straight", ""))
@@ -98,7 +112,7 @@ def test_the_curve_goes_on_in_every_layout(prefix, tmp_path):
         assert len(found) == 20
         assert column(found, "lm_loss") == pytest.approx(column(expected, "lm_loss"), rel=2e-6), shape
         assert column(found, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=1e-5), shape
-        for _, _, _, end, _ in CHAIN[:-1]:
+        for _, _, end, _ in CHAIN[:-1]:
             saved = read_checkpoint(tmp_path / shape, end)
             assert_equal_bits(read_checkpoint(tmp_path / f"{shape}_copies", end), saved)
             # The table has its true rows, whatever the padding; its moments too.

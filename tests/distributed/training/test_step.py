@@ -102,7 +102,7 @@ def gradients_of_a_step(argv):
     for one in sums:
         dist.all_reduce(one, group=run.state.data_group)
     outcome = recorder.outcomes[1]
-    return Gradients(flat(run.buffers.gradients()), *sums, outcome.losses["lm loss"], outcome.grad_norm)
+    return Gradients(flat(run.store.gradients()), *sums, outcome.losses["lm loss"], outcome.grad_norm)
 
 
 def several_gradients(command_lines):
@@ -238,7 +238,7 @@ class SpoiledGradients:
     def sum(self):
         self.sum_of_run()
         if dist.get_rank() == self.rank and self.run.progress.iteration + 1 in self.iterations:
-            self.run.buffers.buckets[-1].gradients[0] = self.value
+            self.run.store.buckets[-1].gradients[0] = self.value
 
 
 def spoiled_run(argv, rank, iterations, value):
@@ -266,7 +266,7 @@ class Snapshots(Recorder):
         self.after_step(run, None, 0.0)
 
     def after_step(self, run, outcome, elapsed_seconds):
-        self.weights.append([bucket.weights.clone() for bucket in run.buffers.buckets])
+        self.weights.append([bucket.weights.clone() for bucket in run.store.buckets])
 
 
 def same(one, other):
@@ -365,7 +365,7 @@ class BadLossTask(GPTTask):
     def forward(self, model, batch, hidden_states, stream):
         output = super().forward(model, batch, hidden_states, stream)
         here = self.run.progress.iteration + 1 == self.iteration and self.run.state.rank("dp") == 0
-        return output * self.value if here and self.run.stage.last else output
+        return output * self.value if here and self.run.holds_loss else output
 
 
 def bad_loss_run(argv, value):

@@ -31,7 +31,58 @@ REFUSED = [
         "--num-query-groups 4|--tensor-model-parallel-size 6|1, 2, 4, 12",
     ),
     ("--pipeline-model-parallel-size 5", 5, "--pipeline-model-parallel-size 5|--num-layers 4|at most 4"),
-    ("--context-parallel-size 2", 2, "--context-parallel-size 2|give 1"),
+    (
+        "--context-parallel-size 2 --seq-length 30",
+        2,
+        "--seq-length 30|2 x --context-parallel-size 2|multiple of 4, such as 28 or 32",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63",
+        2,
+        "--seq-length 63|--tensor-model-parallel-size 2 (--sequence-parallel)|62 or 64",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --tensor-model-parallel-size 2",
+        8,
+        "--cp-comm-type a2a|2 heads|--num-attention-heads 4|--context-parallel-size 4|1, 2|--cp-comm-type",
+    ),
+    (
+        "--num-layers 10 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        "--num-layers 10|--pipeline-model-parallel-size 2|--num-layers-per-virtual-pipeline-stage 2",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3 "
+        "--micro-batch-size 1 --microbatch-group-size-per-vp-stage 2",
+        2,
+        "3 micro-batches|in groups of 2|--pipeline-model-parallel-size 2|2, 4, 6|--global-batch-size",
+    ),
+    (
+        "--num-layers 20 --decoder-last-pipeline-num-layers 1",
+        1,
+        "--decoder-last-pipeline-num-layers 1|--num-layers 20|--pipeline-model-parallel-size 1",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule gpipe",
+        2,
+        "--pipeline-schedule gpipe|--num-virtual-stages-per-pipeline-rank",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+        2,
+        "--pipeline-schedule interleaved|--num-virtual-stages-per-pipeline-rank",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|ttL",
+        2,
+        "--pipeline-model-parallel-layout 'Ettt|ttL'|--num-layers is 4",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy "
+        "optim_grads_params",
+        4,
+        "--data-parallel-sharding-strategy optim_grads_params|--pipeline-schedule zb-h1|optim_grads",
+    ),
     ("--train-samples 100", 1, "either --train-iters or --train-samples|both are given"),
     ("--lr-warmup-samples 3", 1, "--lr-warmup-samples 3|--train-iters|--lr-warmup-iters"),
     ("--lr-decay-samples 3", 1, "--lr-decay-samples 3|--lr-decay-iters"),
@@ -101,6 +152,19 @@ def test_nothing_to_train_on():
         ("--tensor-model-parallel-size 4", 4),
         ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", 8),
         ("--num-layers 3 --pipeline-model-parallel-size 2", 2),  # layers need not divide
+        (
+            "--num-layers 5 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--global-batch-size 8",
+            2,
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5", 2),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L "
+            "--global-batch-size 4",
+            2,
+        ),
+        ("--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", 4),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --seq-length 8", 4),
         ("--vocab-size 101 --tensor-model-parallel-size 2", 2),
         ("--lr-warmup-samples 0", 1),
     ],

@@ -53,6 +53,23 @@ WITHOUT = [
         "--weight-decay has no effect with --start-weight-decay and --end-weight-decay",
     ),
     ("--ddp-bucket-size 1000", "--ddp-bucket-size has no effect without --overlap-grad-reduce"),
+    ("--overlap-param-gather", "--overlap-param-gather has no effect without --use-distributed-optimizer"),
+    ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
+    ("--cp-comm-type a2a", "--cp-comm-type has no effect without --context-parallel-size above 1"),
+    (
+        "--no-scatter-gather-tensors-in-pipeline --tensor-model-parallel-size 2",
+        "--no-scatter-gather-tensors-in-pipeline has no effect without tensor and pipeline parallelism",
+    ),
+    (
+        "--microbatch-group-size-per-vp-stage 4",
+        "--microbatch-group-size-per-virtual-pipeline-stage has no effect without the interleaved schedule",
+    ),
+    (
+        "--recompute-granularity full --distribute-saved-activations",
+        "--distribute-saved-activations has no effect without tensor parallelism",
+    ),
+    ("--trace-iterations 5", "--trace-iterations has no effect without --trace-dir"),
+    ("--log-communication", "--log-communication has no effect without --metrics-file or --tensorboard-dir"),
     ("--no-save-optim", "--no-save-optim has no effect without --save"),
     ("--no-load-optim --no-load-rng", "--no-load-optim, --no-load-rng have no effect without --load"),
     ("--load x --finetune --no-load-rng", "--no-load-rng has no effect with --finetune, which takes"),

@@ -81,7 +81,6 @@ def test_what_refusals_name_exists():
         ["--dataset-impl", "mmap"],
         ["--timing-log-level", "0"],
         ["--exp-avg-dtype", "fp32"],
-        ["--data-parallel-sharding-strategy", "no_shard"],
         ["--vocab-extra-ids", "0"],
         ["--attention-head-type", "multihead"],
     ],
@@ -92,18 +91,17 @@ def test_a_refused_flag_with_a_harmless_value_is_accepted(words, capsys, caplog)
 
 
 def test_all_refusals_are_said_at_once(capsys):
-    words = "--num-experts 8 --moe-router-topk 2 --sequence-parallel --spec a b --num-experts 4"
+    words = "--num-experts 8 --moe-router-topk 2 --use-mpi --spec a b --num-experts 4"
     verdict, said = outcome(capsys, *words.split())
     assert verdict == "refused"
     assert "--num-experts, --moe-router-topk: mixture of experts is not built" in said
-    assert "--sequence-parallel: " in said
+    assert "--use-mpi: " in said
     assert "--spec: " in said
 
 
 @pytest.mark.parametrize(
     ("words", "use"),
     [
-        (["--recompute-granularity", "selective"], "--recompute-granularity full"),
         (["--position-embedding-type", "alibi"], "use rope"),
         (["--tokenizer-type", "PretrainedFromHF"], "use HuggingFaceTokenizer"),
         (["--dataloader-type", "external"], "use single or cyclic"),
@@ -125,21 +123,21 @@ def test_other_ranks_do_not_repeat_the_notes(caplog, monkeypatch):
 
 # A choice of what Megatron-LM's releases from 23.08 on know and our own flags do not.
 MEGATRON_LM = """
-decoupled-lr decoupled-min-lr grad-reduce-in-bf16 empty-unused-memory-level fp8-format fp8-margin fp8-interval
+decoupled-lr decoupled-min-lr empty-unused-memory-level fp8-format fp8-margin fp8-interval
 fp8-amax-history-len fp8-amax-compute-algo tiktoken-pattern tiktoken-num-special-tokens use-cpu-initialization
 no-persist-layer-norm log-progress timing-log-level timing-log-option no-initialization
 ckpt-fully-parallel-save ckpt-fully-parallel-load use-dist-ckpt dist-ckpt-format skip-train full-validation
-save-retain-interval num-virtual-stages-per-pipeline-rank use-rope-scaling squared-relu use-torch-fsdp2
+save-retain-interval use-rope-scaling squared-relu use-torch-fsdp2
 data-args-path barrier-with-L1-time no-barrier-with-level-1-timing wandb-save-dir use-sharp
 use-ring-exchange-p2p standalone-embedding-stage overlap-p2p-communication no-overlap-p2p-communication
-delay-grad-reduce no-delay-grad-reduce use-tp-pp-dp-mapping distribute-saved-activations recompute-modules
+delay-grad-reduce no-delay-grad-reduce use-tp-pp-dp-mapping
 init-method-xavier-uniform fp32-residual-connection onnx-safe openai-gelu adlr-autoresume
 adlr-autoresume-interval data-parallel-random-init no-data-sharding test-mode activations-checkpoint-method
-activations-checkpoint-granularity no-scatter-gather-tensors-in-pipeline query-in-block-prob dataset-impl
+activations-checkpoint-granularity query-in-block-prob dataset-impl
 lazy-mpu-init bert-load mask-prob short-seq-prob sample-rate mmap-warmup fp16-lm-cross-entropy
 rotary-interleaved no-contiguous-buffers-in-local-ddp no-manual-gc-eval use-legacy-models no-one-logger
 encoder-num-layers yaml-cfg log-straggler window-size embedding-init-method-std decrease-batch-size-if-needed
-cp-comm-type use-nccl-ub
+use-nccl-ub
 """.split()
 
 
@@ -162,22 +160,15 @@ def test_no_family_holds_a_flag_of_ours():
 
 
 def test_unknown_and_refused_flags_are_said_together(capsys):
-    words = "--nonsense 3 --sequence-parallel --micro-batchsize 3 --moe-router-new=3 --moe-router-topk 2"
+    words = "--nonsense 3 --use-mpi --micro-batchsize 3 --moe-router-new=3 --moe-router-topk 2"
     verdict, said = outcome(capsys, *words.split())
     assert verdict == "refused"
     assert (
         "error: unknown flag --nonsense; unknown flag --micro-batchsize; did you mean --micro-batch-size?; "
         in said
     )
-    assert "; --sequence-parallel: sequence parallelism is not built yet; leave it out: the numbers" in said
+    assert "; --use-mpi: start the script with torchrun or srun, and leave it out" in said
     assert "; --moe-router-topk, --moe-router-new: mixture of experts is not built" in said
-
-
-def test_what_takes_the_place_of_the_distributed_optimizer_is_said(capsys):
-    said = outcome(capsys, "--use-distributed-optimizer")[1]
-    assert "leave it out: the numbers are the same" in said
-    # bf16 weight and float32 gradient, main weight and two moments
-    assert f"{2 + 4 * 4} bytes for each parameter" in said
 
 
 def test_names_of_flags_that_mean_something_else_are_not_hinted_at(capsys):

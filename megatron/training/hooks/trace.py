@@ -1,0 +1,53 @@
+"""Measured timelines of the pipeline, in the format in which plans are drawn."""
+
+import json
+from pathlib import Path
+
+from megatron.core.pipeline_parallel.timeline import TimelineEvent, to_chrome_trace
+from megatron.training.hooks.base import Hook
+from megatron.training.progress import StepOutcome
+from megatron.training.run import Run
+
+
+class TraceHook(Hook):
+    """``--trace-dir``: writes what each stage of the first replica did in some iterations, and when.
+
+    One file for each iteration and stage, ``iteration_0000002_stage_00.json``; ``tools/draw_schedule.py``
+    draws a folder of them. Times count from where the stages begin the iteration together. The run's first
+    iteration is left out: it is slower than those to come.
+    """
+
+    def __init__(self, folder: str, iterations: int) -> None:
+        self._folder = Path(folder)
+        self._iterations = iterations
+        self._events: list[TimelineEvent] = []
+        self._first: int | None = None
+
+    def before_training(self, run: Run) -> None:
+        """Make the folder, and see to it that the second iteration is recorded.
+
+        Raises:
+            ValueError: if it cannot be written to.
+        """
+        first_replica = all(run.state.rank(axis) == 0 for axis in ("dp", "cp", "tp"))
+        if not first_replica:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--trace-dir {self._folder}: {error.strerror}; give a folder of yours"
+            ) from None
+        self._first = run.progress.iteration + 2
+
+    def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
+        """Write what was recorded of this iteration, and record the next one if its turn has come."""
+        if self._first is None:
+            return
+        iteration, stage = run.progress.iteration, run.state.rank("pp")
+        if self._events:
+            path = self._folder / f"iteration_{iteration:07d}_stage_{stage:02d}.json"
+            path.write_text(json.dumps(to_chrome_trace(self._events)), encoding="utf-8")
+            self._events = []
+        recorded = self._first <= iteration + 1 < self._first + self._iterations
+        run.recorder = self._events.append if recorded else None
