@@ -4,6 +4,7 @@ import torch
 
 from megatron.core.communication import Meter, MeteredGroup
 from megatron.core.context_parallel import take_local
+from megatron.core.distributed.fully_sharded import FullyShardedStore
 from megatron.core.parameter import named_parameters
 from megatron.core.transformer.recompute import divides_saved_inputs_over
 from tests.harness import make_state, run_ranks
@@ -106,3 +107,29 @@ def _refusal():
 def test_a_hidden_size_that_does_not_divide_is_refused():
     for message in run_ranks(2, _refusal):
         assert message.startswith("--distribute-saved-activations: --hidden-size 5 does not divide")
+
+
+def _run_fully_sharded(changes):
+    """Losses of two micro-batches and this rank's gradients, weights being gathered layer by layer."""
+    config = gpt2_shape(**DROPOUT, **changes)
+    model, state = build(config), make_state()
+    store = FullyShardedStore([model], [list(model.decoder.layers.values())], state.data_group)
+    store.zero_grad(2)
+    losses = [model(**batch(config), stream=STREAM.fold(number, state.rank("dp"))) for number in range(2)]
+    for loss in losses:
+        loss.backward()
+    store.finish()
+    return [loss.detach() for loss in losses], [bucket.gradients.clone() for bucket in store.buckets]
+
+
+def _compare_fully_sharded(cases):
+    losses, grads = _run_fully_sharded({})
+    for changes in cases:
+        again_losses, again_grads = _run_fully_sharded(changes)
+        for value, again in zip(losses + grads, again_losses + again_grads, strict=True):
+            assert torch.equal(value, again), changes
+
+
+def test_layers_whose_weights_are_gathered_run_again_too():
+    cases = [FULL, {**FULL, **PAIR}, _selective("core_attn", "mlp", "layernorm")]
+    run_ranks(2, _compare_fully_sharded, cases)
