@@ -125,7 +125,9 @@ def place_parts(
         stages=stages,
         microbatches=num_microbatches,
         chunks=chunks,
-        group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage
+        if name == "interleaved"
+        else None,
     )
     ranges = deal_layers(
         model.num_layers,
@@ -338,7 +340,7 @@ def _count_gradients(
         buckets = _count_divided_weights(tally, iteration, placed, groups, (ranks, data_rank, reduced))
     else:
         own = (ranks, data_rank) if strategy != "no_shard" else (1, 0)
-        buckets = flat_buckets(_each_once(groups), _bucket_size(parallel, iteration), *own)
+        buckets = flat_buckets(_each_once(groups), _bucket_size(parallel, ranks), *own)
         for bucket in buckets:
             if strategy == "no_shard":
                 tally.reduce("dp", ranks, 1, bucket.size * reduced)
@@ -419,12 +421,12 @@ def sharding_strategy(parallel: ParallelConfig) -> str:
     return parallel.data_parallel_sharding_strategy
 
 
-def _bucket_size(parallel: ParallelConfig, iteration: Iteration) -> int | None:
-    """Elements of a bucket; None for a single one, where nothing overlaps."""
-    if not parallel.overlap_grad_reduce:
+def _bucket_size(parallel: ParallelConfig, ranks: int) -> int | None:
+    """Elements of a bucket; None for a single one, where no bucket is reduced or gathered by itself."""
+    overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
+    if not overlaps and sharding_strategy(parallel) != "optim_grads":
         return None
-    replicas = iteration.world_size // parallel.model_parallel_size
-    return parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas)
+    return parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
 
 
 def total(traffics: Iterable[Traffic]) -> Traffic:
