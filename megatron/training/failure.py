@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint import CheckpointError
+from megatron.core.communication import all_reduce
 from megatron.core.optimizer import LossScaleError, NonFiniteGradientError
 from megatron.training.console import INTERRUPTED, reason_for_user, report_failure
 from megatron.training.flags import USAGE_ERROR, UsageError, launched_rank
@@ -62,7 +63,7 @@ def together(action: Callable[[], T], group: ProcessGroup, device: torch.device)
     except Exception as error:  # noqa: BLE001 - peers wait for this rank, whatever went wrong
         failure = error
     first = torch.tensor(group.size() if failure is None else group.rank(), device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    all_reduce(first, group, dist.ReduceOp.MIN)
     if first.item() == group.size():
         return value  # type: ignore[return-value]
     if failure is not None and first.item() == group.rank():

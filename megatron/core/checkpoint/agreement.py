@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from megatron.core.communication import plain
 
 T = TypeVar("T")
 
@@ -65,24 +66,29 @@ class Peers:
         """Number of ranks."""
         return self.group.size()
 
+    @property
+    def _uncounted(self) -> ProcessGroup:
+        """The group as ``torch.distributed`` knows it: what is agreed on here is no traffic of training."""
+        return plain(self.group)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank, on rank 0; an empty list on the others."""
         message = self._encode(value)
         longest = torch.tensor([message.numel()], dtype=torch.int64, device=self.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._uncounted)
         padded = torch.nn.functional.pad(message, (0, int(longest) - message.numel()))
         received = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(padded, received, group=self.group, group_dst=0)
+        dist.gather(padded, received, group=self._uncounted, group_dst=0)
         return [_decode(packed) for packed in received or []]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank; the others' argument is not looked at."""
         message = self._encode(value if self.rank == 0 else None)
         length = torch.tensor([message.numel()], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, group=self.group, group_src=0)
+        dist.broadcast(length, group=self._uncounted, group_src=0)
         if self.rank != 0:
             message = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        dist.broadcast(message, group=self.group, group_src=0)
+        dist.broadcast(message, group=self._uncounted, group_src=0)
         return _decode(message)
 
     def on_first(self, action: Callable[[], T], doing: str) -> T:

@@ -9,6 +9,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron.core.communication import all_reduce
 from megatron.training.config import TrainingConfig
 from megatron.training.hooks.base import Hook
 from megatron.training.progress import StepOutcome
@@ -54,7 +55,7 @@ class ExitHook(Hook):
             return False, False
         overtime = limit is not None and process_age_seconds() > limit * 60
         flags = torch.tensor([self._signalled, overtime], dtype=torch.int32, device=run.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=run.state.world_group)
+        all_reduce(flags, run.state.world_group, dist.ReduceOp.MAX)
         signalled, late = flags.tolist()
         return bool(signalled), bool(late)
 

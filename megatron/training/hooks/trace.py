@@ -12,9 +12,9 @@ from megatron.training.run import Run
 class TraceHook(Hook):
     """``--trace-dir``: writes what each stage of the first replica did in some iterations, and when.
 
-    One file for each iteration and stage, ``iteration_0000002_stage_00.json``; ``tools/draw_schedule.py``
-    draws a folder of them. Times count from where the stages begin the iteration together. The run's first
-    iteration is left out: it is slower than those to come.
+    One file for each stage, ``stage_00.json``, with all the iterations recorded so far;
+    ``tools/draw_schedule.py`` draws a folder of them. Times are those of the host's steady clock, which all
+    ranks of one machine share. The run's first iteration is left out: it is slower than those to come.
     """
 
     def __init__(self, folder: str, iterations: int) -> None:
@@ -44,10 +44,9 @@ class TraceHook(Hook):
         """Write what was recorded of this iteration, and record the next one if its turn has come."""
         if self._first is None:
             return
-        iteration, stage = run.progress.iteration, run.state.rank("pp")
-        if self._events:
-            path = self._folder / f"iteration_{iteration:07d}_stage_{stage:02d}.json"
+        last = self._first + self._iterations - 1
+        if self._first <= run.progress.iteration <= last:
+            path = self._folder / f"stage_{run.state.rank('pp'):02d}.json"
             path.write_text(json.dumps(to_chrome_trace(self._events)), encoding="utf-8")
-            self._events = []
-        recorded = self._first <= iteration + 1 < self._first + self._iterations
+        recorded = self._first <= run.progress.iteration + 1 <= last
         run.recorder = self._events.append if recorded else None
