@@ -86,7 +86,7 @@ class FullyShardedStore:
             splits_backward: whether the schedule forms weight gradients apart from the rest of a backward.
 
         Raises:
-            ValueError: if the schedule splits backwards, or if two chunks share a parameter.
+            ValueError: if the schedule splits backwards, or if two chunks share a parameter or none has any.
         """
         if splits_backward:
             raise ValueError(
@@ -96,10 +96,13 @@ class FullyShardedStore:
             )
         held = [list(_held_parameters(chunk)) for chunk in chunks]
         _refuse_shared(held)
-        self.device = held[0][0].parameter.device
-        dtype = held[0][0].parameter.dtype
+        example = next((one.parameter for chunk_held in held for one in chunk_held), None)
+        if example is None:
+            raise ValueError("there is no parameter to divide: a stage must hold some part of the model")
+        self.device = example.device
         self.loss_factor = data_group.size() if average else 1
-        plan = _Plan(data_group, dtype, reduce_dtype, self.device, divisor=self.loss_factor)
+        plan = _Plan(data_group, example.dtype, reduce_dtype, self.device, divisor=self.loss_factor)
+        del example  # or it would be kept whole
         self._roots = [cast(FSDPModule, chunk) for chunk in chunks]
         self._gradients: list[tuple[nn.Parameter, DTensor]] = []
         buckets: list[OwnBucket] = []

@@ -206,23 +206,23 @@ def test_every_microbatch_gathers_layers_twice_and_the_rest_once_and_sums_all_gr
             assert seen == {("dp", "all_gather"): gathers, ("dp", "reduce_scatter"): sums}
 
 
-def many_small_gradients() -> list[torch.Tensor]:
-    """256 micro-batches, each with a gradient of 2^-10 on every rank, summed over ranks in either format."""
+def small_gradients_after_a_large_one() -> list[torch.Tensor]:
+    """A gradient of 1 and fifteen of 2^-10 on every rank, summed over ranks in either format."""
     group = make_state().data_group
     found = []
     for reduce_dtype in (None, torch.bfloat16):
         network = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
         network.weight.facts = replicated_facts((8, 8), 0)
         store = FullyShardedStore([network], [[]], group, reduce_dtype=reduce_dtype)
-        store.zero_grad(256)
-        for _ in range(256):
-            network(torch.full((1, 8), 2.0**-10, dtype=torch.bfloat16)).sum().backward()
+        store.zero_grad(16)
+        for size in [1.0] + [2.0**-10] * 15:
+            network(torch.full((1, 8), size, dtype=torch.bfloat16)).sum().backward()
         store.finish()
         found.append(store.buckets[0].parts[0].view(store.buckets[0].gradients).clone())
     return found
 
 
-def test_many_small_bfloat16_gradients_add_up_in_float32():
-    # In bfloat16 the sum would stop growing at 0.25, where 2^-10 is half a step.
-    for found in run_ranks(2, many_small_gradients):
-        assert all(torch.equal(gradients, torch.full((32,), 0.5)) for gradients in found)
+def test_small_bfloat16_gradients_are_not_lost_beside_a_large_one():
+    # In bfloat16 each of them would be less than half a step of the sum, and change nothing.
+    for found in run_ranks(2, small_gradients_after_a_large_one):
+        assert all(torch.equal(gradients, torch.full((32,), 2 + 15 * 2.0**-9)) for gradients in found)

@@ -107,3 +107,15 @@ def test_a_parameter_of_two_chunks_is_refused_by_name():
         FullyShardedStore([first, last], [[], []], group)
     assert "--untie-embeddings-and-output-weights" in str(caught.value)
     assert type(first) is Pair, "nothing is divided yet"
+
+
+def test_a_chunk_without_parameters_takes_part():
+    with solo_group() as group:
+        model, empty = Pair(torch.float64), nn.Identity()
+        store = FullyShardedStore([empty, model], [[], [model.one, model.two]], group)
+        store.zero_grad(1)
+        model(empty(torch.ones(3, 5, dtype=torch.float64))).sum().backward()
+        store.finish()
+        assert all(bucket.gradients.any() for bucket in store.buckets)
+        with pytest.raises(ValueError, match="no parameter"):
+            FullyShardedStore([nn.Identity()], [[]], group)
