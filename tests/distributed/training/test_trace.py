@@ -33,9 +33,8 @@ def test_a_measured_timeline_has_the_actions_of_the_plan_in_their_order(tmp_path
     run_ranks(4, traced_run, flags(prefix, SHAPES["gpt2"], "--train-iters", "4", *layout.split()))
     chunks = 2 if name == "interleaved" else 1
     plan = build_schedule(name, stages=stages, microbatches=8, chunks=chunks)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        f"stage_{one:02d}.json" for one in range(stages)
-    ]
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [f"stage_{stage:02d}.json" for stage in range(stages)]
     events = [
         event for path in files for event in from_chrome_trace(json.loads(path.read_text(encoding="utf-8")))
     ]
