@@ -113,7 +113,7 @@ def model_state_bytes_per_parameter(strategy: ShardingStrategy, data_parallel_si
 
     Args:
         strategy: what is divided: nothing, optimizer state (6 + 12/d), also gradients (2 + 16/d), also
-            weights (18/d).
+            weights (16/d: no 16-bit copy is kept).
         data_parallel_size: d.
 
     Returns:
@@ -125,5 +125,5 @@ def model_state_bytes_per_parameter(strategy: ShardingStrategy, data_parallel_si
     if strategy in ("optim_grads", "optim_grads_params"):
         gradient /= data_parallel_size
     if strategy == "optim_grads_params":
-        weight /= data_parallel_size
+        weight = 0.0  # gathered while it is used, rounded from the main weights
     return weight + gradient + state

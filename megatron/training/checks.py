@@ -10,7 +10,7 @@ from megatron.core.config import ParallelConfig, TransformerConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.split import parse_split
 from megatron.training.config import RunConfig
-from megatron.training.layout import pipeline_plan, schedule_name
+from megatron.training.layout import model_chunks, pipeline_plan, schedule_name
 
 UNKNOWN_VOCABULARY = (
     "the size of the vocabulary is not known: give --tokenizer-type and its files (--vocab-file and "
@@ -160,6 +160,13 @@ def _check_sharding(config: RunConfig) -> None:
             f"--data-parallel-sharding-strategy {strategy} does not go with --pipeline-schedule "
             f"{schedule_name(config)}, which forms weight gradients apart from the backward pass: give 1f1b "
             "or interleaved, or --data-parallel-sharding-strategy optim_grads"
+        )
+    tied = not config.model.untie_embeddings_and_output_weights
+    if tied and parallel.pipeline_model_parallel_size == 1 and model_chunks(config) > 1:
+        raise ValueError(
+            f"--data-parallel-sharding-strategy {strategy} cannot divide tied embeddings whose two ends are "
+            f"in different chunks of one stage: leave out what asks for {model_chunks(config)} chunks, or "
+            "give --untie-embeddings-and-output-weights"
         )
 
 

@@ -179,6 +179,12 @@ _UPDATES: Final = (
         lambda config: not _shards(config),
         "without --use-distributed-optimizer",
     ),
+    _Rule(
+        "parallel",
+        "overlap_grad_reduce overlap_param_gather ddp_bucket_size",
+        lambda config: config.parallel.data_parallel_sharding_strategy == "optim_grads_params",
+        "with --data-parallel-sharding-strategy optim_grads_params, which gathers and reduces layer by layer",
+    ),
 )
 
 _LAYOUT: Final = (

@@ -30,7 +30,7 @@ def each_once(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
 
 
 def store_parameters(
-    config: RunConfig, state: ParallelState, models: Sequence[nn.Module]
+    config: RunConfig, state: ParallelState, models: Sequence[nn.Module], splits_backward: bool
 ) -> tuple[Store, Reducer]:
     """Move the initialised parameters of this rank's chunks to where the optimizer works on them.
 
@@ -38,6 +38,7 @@ def store_parameters(
         config: the resolved settings.
         state: the process groups.
         models: this rank's parts of the model, in their order.
+        splits_backward: whether the schedule forms weight gradients apart from the rest of a backward pass.
 
     Returns:
         What the optimizer updates, and what gathers and sums the gradients for it.
@@ -52,6 +53,7 @@ def store_parameters(
             state.data_group,
             average=parallel.ddp_average_in_collective,
             reduce_dtype=reduce_dtype,
+            splits_backward=splits_backward,
         )
         return store, store
     buffers = ParameterBuffers(

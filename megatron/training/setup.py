@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from megatron.core.communication import all_gather
 from megatron.core.distributed import SharedGradients, check_replicas
+from megatron.core.distributed.fully_sharded import FullyShardedStore
 from megatron.core.optimizer import Optimizer
 from megatron.core.parallel_state import ParallelState, model_parallel
 from megatron.core.parameter import NamedParameter, Placement
@@ -64,7 +65,7 @@ def build_run(
     initialize_parameters(parameters, config.training.seed)
     _log_parameter_counts(runtime, parameters)
     del parameters  # a store may put others in their place
-    store, reducer = store_parameters(config, state, models)
+    store, reducer = store_parameters(config, state, models, pipeline.schedule.splits_backward)
     optimizer = Optimizer(
         store,
         config.optimizer,
@@ -235,5 +236,10 @@ def attach_metrics(run: Run) -> None:
 
 
 def verify_replicas(run: Run) -> None:
-    """Refuse to train with replicas whose weights differ."""
+    """Refuse to train with replicas whose weights differ.
+
+    Where weights are divided over the data-parallel ranks no two of these hold the same.
+    """
+    if isinstance(run.store, FullyShardedStore):
+        return
     check_replicas(run.store, run.state.data_group, run.state.group("tp"))

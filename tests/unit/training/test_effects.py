@@ -53,6 +53,10 @@ WITHOUT = [
         "--weight-decay has no effect with --start-weight-decay and --end-weight-decay",
     ),
     ("--ddp-bucket-size 1000", "--ddp-bucket-size has no effect without --overlap-grad-reduce"),
+    (
+        "--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads_params",
+        "--overlap-grad-reduce has no effect with --data-parallel-sharding-strategy optim_grads_params",
+    ),
     ("--overlap-param-gather", "--overlap-param-gather has no effect without --use-distributed-optimizer"),
     ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
     ("--cp-comm-type a2a", "--cp-comm-type has no effect without --context-parallel-size above 1"),
