@@ -42,7 +42,8 @@ class GPTTask:
         """The layers of ``stage``, with embeddings on the first and output layer on the last."""
         part = ModelStage(stage.layers, pre_process=stage.first, post_process=stage.last)
         embeddings = [other.embedding for other in others if isinstance(other, GPTModel) and other.embedding]
-        shared = embeddings[0].word_embeddings.weight if embeddings and stage.last else None
+        shares = stage.last and not config.model.untie_embeddings_and_output_weights
+        shared = embeddings[0].word_embeddings.weight if embeddings and shares else None
         return GPTModel(config.model, part, parallel=parallel, placement=placement, word_embeddings=shared)
 
     def build_datasets(
