@@ -41,6 +41,7 @@ def serve(case: Case, side: str, bf16: bool, rank: int, folder: str, pipe: Conne
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     from parallel_sides import our_sides, torch_sides
 
+    torch.manual_seed(0)
     step = {**torch_sides.SIDES, **our_sides.SIDES}[side](case, bf16)
     while pipe.recv():
         start, busy = time.perf_counter(), time.thread_time()
