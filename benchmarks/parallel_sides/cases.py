@@ -27,6 +27,8 @@ DEEP = Shape(layers=12, hidden=384, heads=6, seq_length=256, vocab=8192, tied=Fa
 """28 million parameters, most of them in layers, so that stages can be even. Untied, as a pipeline that knows
 nothing of the model needs it."""
 
+WIDE_UNTIED = replace(WIDE, layers=8, tied=False)
+"""The first one as a pipeline: most of its work is the last stage's, in the output layer."""
 TINY = Shape(layers=4, hidden=64, heads=2, seq_length=32, vocab=512, tied=True)
 """To see that everything runs; its times mean nothing."""
 
@@ -71,6 +73,8 @@ CASES = {
     "pp-own": Case(_PP, "own-pp", 1.0, DEEP, microbatches=8, own=True),
     "pp-interleaved": Case(_INTERLEAVED, "pp-interleaved", 1.15, DEEP, microbatches=8),
     "pp-interleaved-own": Case(_INTERLEAVED, "own-pp-interleaved", 1.0, DEEP, microbatches=8, own=True),
+    "pp-wide": Case(_PP, "pp", 1.15, WIDE_UNTIED, microbatches=8),
+    "pp-interleaved-wide": Case(_INTERLEAVED, "pp-interleaved", 1.15, WIDE_UNTIED, microbatches=8),
     "zero3": Case(_ZERO3, "fully-shard", 1.15, WIDE),
     "zero3-own": Case(_ZERO3, "own-fully-shard", 1.0, WIDE, own=True),
     "zero1": Case(_ZERO1, "fully-shard", 1.15, WIDE),
