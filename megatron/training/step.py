@@ -33,6 +33,8 @@ def train_step(run: Run) -> StepOutcome:
         NonFiniteGradientError: if a gradient is, and no loss scaling explains it.
         LossScaleError: if too many updates in a row were skipped at the minimum loss scale.
     """
+    if run.meter is not None:
+        run.meter.take()  # what was sent between iterations belongs to none of them
     progress = run.progress
     outcome = StepOutcome(
         losses={},

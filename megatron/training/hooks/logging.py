@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+from dataclasses import replace
 
 from megatron.core.communication import Meter
 from megatron.core.device import memory_statistics
@@ -31,8 +32,11 @@ class LoggingHook(Hook):
         """Record the iteration; print a line at the interval, and after the run's first iteration."""
         for remark in outcome.remarks:
             progress_log.warning(" iteration %d: %s", run.progress.iteration, remark)
+        communication = None if run.meter is None else _figures(run.meter)
         params_norm = run.optimizer.params_norm() if self._config.log_params_norm else None
-        record = self._record(run, outcome, elapsed_seconds, params_norm)
+        record = replace(
+            self._record(run, outcome, elapsed_seconds), params_norm=params_norm, communication=communication
+        )
         run.metrics.iteration(record)
         self._window.add(outcome)
         self._window_seconds += elapsed_seconds
@@ -45,16 +49,14 @@ class LoggingHook(Hook):
     def _per_device(self, run: Run, seconds: float) -> float:
         return self._flops / (seconds * 1e12 * run.state.world_group.size())
 
-    def _record(
-        self, run: Run, outcome: StepOutcome, seconds: float, params_norm: float | None
-    ) -> IterationRecord:
+    def _record(self, run: Run, outcome: StepOutcome, seconds: float) -> IterationRecord:
         return IterationRecord(
             iteration=run.progress.iteration,
             consumed_samples=run.progress.consumed_samples,
             losses=outcome.losses,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
-            params_norm=params_norm,
+            params_norm=None,
             learning_rate=outcome.learning_rate,
             weight_decay=outcome.weight_decay,
             loss_scale=outcome.loss_scale,
@@ -66,7 +68,6 @@ class LoggingHook(Hook):
             tflops_per_device=self._per_device(run, seconds),
             memory=memory_statistics(run.device),
             world_size=run.state.world_group.size(),
-            communication=None if run.meter is None else _figures(run.meter),
         )
 
     def _line(self, run: Run, record: IterationRecord) -> LogLine:
@@ -91,7 +92,7 @@ class LoggingHook(Hook):
 
 
 def _figures(meter: Meter) -> dict[str, dict[str, float]]:
-    """What this rank has sent since the last iteration, by axis and kind."""
+    """What this rank has sent in the iteration, by axis and kind."""
     found: dict[str, dict[str, float]] = {}
     for (axis, kind), traffic in sorted(meter.take().items()):
         figures = found[f"{axis}/{kind}"] = {"calls": traffic.calls, "bytes": traffic.moved_bytes}

@@ -33,7 +33,9 @@ def _masked(path, counted: int) -> str:
     draws = np.random.default_rng(counted)
     with IndexedDatasetBuilder(path, np.uint16) as builder:
         for _ in range(200):
-            builder.add_document(np.append(draws.integers(0, EOD, counted), [EOD] * (32 - counted)))
+            document = np.full(32, EOD)
+            document[:counted] = draws.integers(0, EOD, counted)
+            builder.add_document(document)
         builder.finalize()
     return str(path)
 
