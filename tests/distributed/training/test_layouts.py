@@ -141,8 +141,8 @@ NAMED = {
     "PP2 zb-v",
     "PP2 VPP2 TP2 SP",
 }
-"""Layouts that are tried at full length, with both shapes, in every run of the tests. The others are so nightly,
-and else run shorter, with one of the shapes in turn."""
+"""Layouts that every run of the tests tries at full length, with both shapes. Nightly the others are tried so
+too, and else for a shorter run, with one of the shapes in turn."""
 
 
 def _micro_batch_size(ranks: int, words: str) -> str:
