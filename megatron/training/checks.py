@@ -27,6 +27,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     _check_lengths(config)
     _check_tensor_parallel(config.model, config.parallel.tensor_model_parallel_size)
     _check_sequence(config.model, config.parallel)
+    _check_stages(config)
     _check_world(config, world_size)
     _check_batch(config, world_size // config.parallel.model_parallel_size)
     _check_pipeline(config, world_size)
@@ -136,14 +137,17 @@ def _check_sequence(model: TransformerConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def _check_pipeline(config: RunConfig, world_size: int) -> None:
-    """Layers, stages, chunks and micro-batches make a schedule."""
+def _check_stages(config: RunConfig) -> None:
     stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
     if stages > layers and config.parallel.pipeline_model_parallel_layout is None:
         raise ValueError(
             f"--pipeline-model-parallel-size {stages} is more than --num-layers {layers}: every stage needs "
             f"a layer, so give at most {layers} stages"
         )
+
+
+def _check_pipeline(config: RunConfig, world_size: int) -> None:
+    """Layers, stages, chunks and micro-batches make a schedule."""
     replicas = world_size // config.parallel.model_parallel_size
     at_once = config.training.micro_batch_size * replicas
     pipeline_plan(config, (config.training.global_batch_size or at_once) // at_once)
