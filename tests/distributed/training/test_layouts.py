@@ -146,12 +146,15 @@ too, and else for a shorter run, with one of the shapes in turn."""
 
 
 def _micro_batch_size(ranks: int, words: str) -> str:
-    """Two micro-batches of each replica; in a pipeline, which needs more of them, four of the only one."""
+    """Two micro-batches for each of several replicas, one for a lone one, four in a pipeline."""
     options = words.split()
+    if PP.split()[0] in options:
+        return "2"
     sizes = [
         int(options[at + 1]) for at, word in enumerate(options) if word in (TP.split()[0], CP.split()[0])
     ]
-    return "2" if PP.split()[0] in options else str(max(4 * math.prod(sizes) // ranks, 1))
+    replicas = ranks // math.prod(sizes)
+    return "8" if replicas == 1 else str(4 // replicas)
 
 
 def _assert_one_curve(prefix, reference, layout, variants, length=FULL_LENGTH):
