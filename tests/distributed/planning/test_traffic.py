@@ -137,6 +137,13 @@ FOUR_RANKS: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, TWO_RANKS),
+        (4, FOUR_RANKS[::4]),
+        pytest.param(4, FOUR_RANKS, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_dry_count_is_what_the_meter_counts(tmp_path, world, cases):
     run_ranks(world, check_cases, training_harness.write_corpus(tmp_path / "corpus"), cases)

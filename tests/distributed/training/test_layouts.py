@@ -208,14 +208,24 @@ FLOAT64_LAYOUTS = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_float64_only_rounding_is_left(prefix, shape):
+    _assert_equal_to_rounding(prefix, shape, FLOAT64_LAYOUTS[list(SHAPES).index(shape) :: 2])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_float64_only_rounding_is_left_in_any_layout(prefix, shape):
+    _assert_equal_to_rounding(prefix, shape, FLOAT64_LAYOUTS)
+
+
+def _assert_equal_to_rounding(prefix, shape, layouts):
     small = [*SHAPES[shape], "--num-layers", "2", "--optimizer", "sgd"]
     ((expected,),) = run_ranks(1, train_runs, [flags(prefix, small)], torch.float64)
     lines = [
         flags(prefix, small, *words.split(), "--micro-batch-size", _micro_batch_size(4, words))
-        for words in FLOAT64_LAYOUTS
+        for words in layouts
     ]
     for records in run_ranks(4, train_runs, lines, torch.float64, timeout_seconds=240):
-        for words, record in zip(FLOAT64_LAYOUTS, records, strict=True):
+        for words, record in zip(layouts, records, strict=True):
             assert record.losses == pytest.approx(expected.losses, rel=1e-10), words
             assert record.norms == pytest.approx(expected.norms, rel=1e-10), words
             for name, weight in expected.weights.items():
