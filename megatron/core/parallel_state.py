@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.communication import Meter, MeteredGroup
 from megatron.core.config import ParallelConfig
@@ -36,8 +36,6 @@ class ModelParallel:
 class ParallelState:
     """The process groups of one rank. Made once, at the top, and passed down."""
 
-    mesh: DeviceMesh
-    """All ranks, with the axes ``pp``, ``dp``, ``cp`` and ``tp``."""
     groups: dict[Axis, ProcessGroup]
     """This rank's group along each axis. Along ``pp`` activations travel, from stage to stage."""
     pp_gradients: ProcessGroup
@@ -65,12 +63,12 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embeddings."""
+        """Whether this rank is the first stage of the pipeline."""
         return self.rank("pp") == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer and the loss."""
+        """Whether this rank is the last stage of the pipeline; a V has the loss on the first."""
         return self.rank("pp") == self.size("pp") - 1
 
 
@@ -116,7 +114,6 @@ def create_parallel_state(
 
     embedding_group = _own_group(embedding_rows)
     return ParallelState(
-        mesh=mesh,
         groups={axis: metered(mesh.get_group(axis), axis) for axis in AXES},
         pp_gradients=metered(_own_group(pipeline_rows), "pp"),
         data_group=metered(_own_group(data_rows), "dp"),

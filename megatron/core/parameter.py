@@ -55,14 +55,6 @@ class ParameterFacts:
         """Whether this rank holds less than the whole parameter."""
         return sum(piece.length for piece in self.pieces) < self.global_shape[self.dim]
 
-    @property
-    def partly_shared(self) -> bool:
-        """Whether this rank holds a part that another one, its primary holder, counts and saves.
-
-        False on the primary holder itself, so ranks must agree before a collective hangs on it.
-        """
-        return self.split and not all(piece.primary for piece in self.pieces)
-
 
 class FactsError(TypeError):
     """A parameter that was not made by :func:`make_parameter`."""

@@ -75,7 +75,8 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     verify_replicas(run)
     together(lambda: attach_data(run, tokenizer), runtime.state.world_group, runtime.device)
     together(lambda: attach_metrics(run), runtime.state.world_group, runtime.device)
-    train(run, build_hooks(run))
+    hooks = together(lambda: build_hooks(run), runtime.state.world_group, runtime.device)
+    train(run, hooks)
 
 
 def build_hooks(run: Run) -> list[Hook]:
@@ -88,7 +89,7 @@ def build_hooks(run: Run) -> list[Hook]:
         CheckpointHook(config.checkpoint),
     ]
     if config.logging.trace_dir is not None:
-        hooks.append(TraceHook(config.logging.trace_dir, config.logging.trace_iterations))
+        hooks.append(TraceHook(run))
     if config.training.manual_gc:
         hooks.append(GarbageCollectionHook(config.training.manual_gc_interval))
     return hooks

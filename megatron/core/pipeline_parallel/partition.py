@@ -128,22 +128,6 @@ def deal_layers(  # noqa: PLR0913 - what the flags say, one argument each
     return _ranges(sizes)
 
 
-def layer_ranges(num_layers: int, stages: int) -> list[range]:
-    """The layers of each stage that holds one chunk, dealt evenly; see :func:`deal_layers`.
-
-    Args:
-        num_layers: layers of the whole model.
-        stages: pipeline stages.
-
-    Returns:
-        For each stage the global numbers (from 0) of its layers.
-
-    Raises:
-        ValueError: if a stage would stay empty.
-    """
-    return deal_layers(num_layers, stages, 1, "loop")
-
-
 def _chunks_of(num_layers: int, stages: int, layers_per_chunk: int) -> int:
     """Chunks of a stage of which each has so many layers."""
     if layers_per_chunk >= 1 and num_layers % (stages * layers_per_chunk) == 0:

@@ -1,12 +1,16 @@
 """Measured timelines of the pipeline, in the format in which plans are drawn."""
 
 import json
+import logging
+import tempfile
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.timeline import TimelineEvent, to_chrome_trace
 from megatron.training.hooks.base import Hook
 from megatron.training.progress import StepOutcome
 from megatron.training.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class TraceHook(Hook):
@@ -17,23 +21,24 @@ class TraceHook(Hook):
     ranks of one machine share. The run's first iteration is left out: it is slower than those to come.
     """
 
-    def __init__(self, folder: str, iterations: int) -> None:
-        self._folder = Path(folder)
-        self._iterations = iterations
-        self._events: list[TimelineEvent] = []
-        self._first: int | None = None
-
-    def before_training(self, run: Run) -> None:
-        """Make the folder, and see to it that the second iteration is recorded.
+    def __init__(self, run: Run) -> None:
+        """Make the folder; ranks of the first replica alone have one.
 
         Raises:
             ValueError: if it cannot be written to.
         """
-        first_replica = all(run.state.rank(axis) == 0 for axis in ("dp", "cp", "tp"))
-        if not first_replica:
+        config = run.config.logging
+        assert config.trace_dir is not None
+        self._folder = Path(config.trace_dir)
+        self._iterations = config.trace_iterations
+        self._events: list[TimelineEvent] = []
+        self._first: int | None = None
+        if any(run.state.rank(axis) for axis in ("dp", "cp", "tp")):
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):  # permissions alone do not tell
+                pass
         except OSError as error:
             raise ValueError(
                 f"--trace-dir {self._folder}: {error.strerror}; give a folder of yours"
@@ -41,12 +46,19 @@ class TraceHook(Hook):
         self._first = run.progress.iteration + 2
 
     def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
-        """Write what was recorded of this iteration, and record the next one if its turn has come."""
+        """Write what was recorded of this iteration, and record the next one if its turn has come.
+
+        A trace that can no longer be written is given up: it is not worth the run.
+        """
         if self._first is None:
             return
         last = self._first + self._iterations - 1
+        recorded = self._first <= run.progress.iteration + 1 <= last
         if self._first <= run.progress.iteration <= last:
             path = self._folder / f"stage_{run.state.rank('pp'):02d}.json"
-            path.write_text(json.dumps(to_chrome_trace(self._events)), encoding="utf-8")
-        recorded = self._first <= run.progress.iteration + 1 <= last
+            try:
+                path.write_text(json.dumps(to_chrome_trace(self._events)), encoding="utf-8")
+            except OSError as error:
+                log.warning("%s: %s; no more is traced", path, error.strerror)
+                self._first, recorded = None, False
         run.recorder = self._events.append if recorded else None

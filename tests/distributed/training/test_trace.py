@@ -47,3 +47,20 @@ def test_a_measured_timeline_has_the_actions_of_the_plan_in_their_order(tmp_path
             assert tuple(Action(event.kind, event.chunk, event.microbatch) for event in own) == actions
             assert all(event.start_ms <= event.end_ms for event in own)
             assert all(one.end_ms <= other.start_ms for one, other in itertools.pairwise(own))
+
+
+def refusal(argv):
+    run = start(argv)
+    with pytest.raises(ValueError, match="--trace-dir") as refused:
+        build_hooks(run)
+    return str(refused.value)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    line = flags(
+        write_corpus(tmp_path / "corpus"), SHAPES["gpt2"], "--trace-dir", str(tmp_path / "file" / "x")
+    )
+    assert run_ranks(1, refusal, line) == [
+        f"--trace-dir {tmp_path}/file/x: Not a directory; give a folder of yours"
+    ]

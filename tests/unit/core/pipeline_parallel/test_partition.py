@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from megatron.core.pipeline_parallel.partition import count_chunks, deal_layers, layer_ranges
+from megatron.core.pipeline_parallel.partition import count_chunks, deal_layers
 from tests.unit.core.pipeline_parallel.orders import places
 
 ACCOUNTS = {"account_for_embedding": True, "account_for_loss": True}
@@ -23,7 +23,7 @@ def _by_stage(sizes, stages, chunks, placement):
 def test_layers_are_dealt_evenly_in_order_and_none_is_lost():
     for stages in range(1, 9):
         for num_layers in range(stages, 40):
-            ranges = layer_ranges(num_layers, stages)
+            ranges = deal_layers(num_layers, stages, 1, "loop")
             assert [layer for part in ranges for layer in part] == list(range(num_layers))
             sizes = [len(part) for part in ranges]
             assert len(sizes) == stages
@@ -31,9 +31,9 @@ def test_layers_are_dealt_evenly_in_order_and_none_is_lost():
 
 
 def test_extra_layers_go_to_the_middle():
-    assert [len(part) for part in layer_ranges(10, 4)] == [2, 3, 3, 2]
-    assert [len(part) for part in layer_ranges(9, 4)] == [2, 3, 2, 2]
-    assert [len(part) for part in layer_ranges(11, 4)] == [3, 3, 3, 2]
+    assert [len(part) for part in deal_layers(10, 4, 1, "loop")] == [2, 3, 3, 2]
+    assert [len(part) for part in deal_layers(9, 4, 1, "loop")] == [2, 3, 2, 2]
+    assert [len(part) for part in deal_layers(11, 4, 1, "loop")] == [3, 3, 3, 2]
 
 
 def test_chunks_by_hand():
@@ -146,9 +146,9 @@ def test_other_layouts_are_refused(layout, said):
 
 def test_a_stage_without_a_layer_is_refused():
     with pytest.raises(ValueError, match=r"--num-layers 3 .*--pipeline-model-parallel-size 4 .*at most 3"):
-        layer_ranges(3, 4)
+        deal_layers(3, 4, 1, "loop")
     with pytest.raises(ValueError, match=r"must be at least 1"):
-        layer_ranges(3, 0)
+        deal_layers(3, 0, 1, "loop")
     with pytest.raises(
         ValueError, match=r"--num-layers 3 leaves .* 2 stages of 2 chunks .*at most 3 chunks of"
     ):
