@@ -3,10 +3,11 @@
 Each field is one command-line flag: its name, type, default, choices and (in the string under it) its help.
 """
 
-from megatron.core.config.data import DataConfig, TokenizerConfig
+from megatron.core.config.data import DataConfig
 from megatron.core.config.field import FlagSpec, flag, flag_spec
 from megatron.core.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.parallel import ParallelConfig, ScheduleName
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer import TransformerConfig
 
 __all__ = [

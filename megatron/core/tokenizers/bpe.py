@@ -53,6 +53,7 @@ class LibraryTokenizer(Tokenizer):
             self._encoder = load_library_tokenizer(without_special_text(spec, special), source)
         self._encoder.no_truncation()
         self._encoder.no_padding()
+        self.encoder_json = self._encoder.to_str()
         self.identity = {
             "type": name,
             "vocab_size": self.vocab_size,

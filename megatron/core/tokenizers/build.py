@@ -1,6 +1,6 @@
 """From flags to a tokenizer."""
 
-from megatron.core.config.data import TOKENIZER_TYPES, TokenizerConfig
+from megatron.core.config.tokenizer import TOKENIZER_TYPES, TokenizerConfig
 from megatron.core.tokenizers.bpe import gpt2_bpe_tokenizer, hugging_face_tokenizer
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
