@@ -30,6 +30,7 @@ class GPTTask:
     """Next-token prediction over documents packed one after the other."""
 
     loss_names = ("lm loss",)
+    host_tensors = frozenset({"segment_ids"})
 
     def build_model(
         self,

@@ -61,16 +61,6 @@ class ParallelState:
         """This rank's position along ``axis``."""
         return self.groups[axis].rank()
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank is the first stage of the pipeline."""
-        return self.rank("pp") == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank is the last stage of the pipeline; a V has the loss on the first."""
-        return self.rank("pp") == self.size("pp") - 1
-
 
 def model_parallel(state: ParallelState, config: ParallelConfig) -> ModelParallel:
     """What the network has to know of a layout."""

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,12 @@ class MicrobatchReader:
         device: torch.device,
         consumed_samples: int,
         own_tokens: Callable[[Batch], Batch] | None = None,
+        host_tensors: Collection[str] = (),
     ) -> None:
-        """Read ``dataset`` from a sample on; ``own_tokens`` takes this rank's part of a micro-batch."""
+        """Read ``dataset`` from a sample on.
+
+        ``own_tokens`` takes this rank's part of a micro-batch; ``host_tensors`` stay in the host's memory.
+        """
         kind = CyclicSampler if config.data.dataloader_type == "cyclic" else SequentialSampler
         sampler = kind(
             total_samples=len(dataset),  # type: ignore[arg-type]
@@ -98,6 +102,7 @@ class MicrobatchReader:
         )
         self._device = device
         self._own_tokens = own_tokens
+        self._host_tensors = frozenset(host_tensors)
         self._batches: Iterator[dict[str, Tensor] | _Refusal] | None = None
 
     def take(self, count: int) -> list[Batch]:
@@ -124,7 +129,10 @@ class MicrobatchReader:
         if isinstance(batch, _Refusal):
             raise UnusableSampleError(batch.reason)
         own = batch if self._own_tokens is None else self._own_tokens(batch)
-        return {name: value.to(self._device, non_blocking=True) for name, value in own.items()}
+        return {
+            name: value if name in self._host_tensors else value.to(self._device, non_blocking=True)
+            for name, value in own.items()
+        }
 
 
 def _outlive_sigterm(worker: int) -> None:

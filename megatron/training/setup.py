@@ -201,7 +201,10 @@ def _attach_readers(run: Run, datasets: SplitDatasets) -> None:
     def reader(dataset: Dataset[dict[str, Tensor]] | None, consumed: int) -> MicrobatchReader | None:
         if dataset is None:
             return None
-        return MicrobatchReader(dataset, run.config, run.state, run.device, consumed, own_tokens)
+        host_tensors = run.task.host_tensors
+        return MicrobatchReader(
+            dataset, run.config, run.state, run.device, consumed, own_tokens, host_tensors
+        )
 
     run.readers.train = reader(datasets.train, run.progress.consumed_samples)
     run.readers.valid = reader(datasets.valid, valid_samples)

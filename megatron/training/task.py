@@ -52,6 +52,10 @@ class Task(Protocol):
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses in the order in which :meth:`forward` gives them, such as ``("lm loss",)``."""
 
+    @property
+    def host_tensors(self) -> frozenset[str]:
+        """Names in a batch that stay in the host's memory, since the host decides by them what to launch."""
+
     def build_model(
         self,
         config: RunConfig,

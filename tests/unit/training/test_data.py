@@ -23,13 +23,27 @@ class Numbers(torch.utils.data.Dataset):
         return {"tokens": torch.tensor([number, number])}
 
 
-def reader(*, rank=0, replicas=1, micro_batch=1, workers=0, consumed=0, size=24, kind="single", dataset=None):
+def reader(
+    *,
+    rank=0,
+    replicas=1,
+    micro_batch=1,
+    workers=0,
+    consumed=0,
+    size=24,
+    kind="single",
+    dataset=None,
+    device="cpu",
+    host_tensors=(),
+):
     config = SimpleNamespace(
         data=SimpleNamespace(dataloader_type=kind, num_workers=workers),
         training=SimpleNamespace(micro_batch_size=micro_batch, exit_signal_handler=True),
     )
     state = SimpleNamespace(rank=lambda axis: rank, size=lambda axis: replicas)
-    return MicrobatchReader(dataset or Numbers(size), config, state, torch.device("cpu"), consumed)
+    return MicrobatchReader(
+        dataset or Numbers(size), config, state, torch.device(device), consumed, host_tensors=host_tensors
+    )
 
 
 def numbers(batches):
@@ -50,6 +64,14 @@ def test_a_dataset_that_is_too_short_is_named():
     assert numbers(short.take(2)) == [[0, 1], [2, 3]]
     with pytest.raises(DataExhaustedError, match=r"only 5 samples, fewer than .*--dataloader-type cyclic"):
         short.take(1)
+
+
+def test_what_the_host_decides_by_stays_in_its_memory():
+    """The meta device stands for a GPU: what is moved there loses its values."""
+    (there,) = reader(device="meta").take(1)
+    assert there["tokens"].device.type == "meta"
+    (here,) = reader(device="meta", host_tensors=["tokens"]).take(1)
+    assert here["tokens"].tolist() == [[0, 0]]
 
 
 def test_cyclic_data_does_not_end():

@@ -145,7 +145,7 @@ def test_recomputation_under_tensor_parallelism_repeats_masks_and_collectives():
 def _stages(config):
     """Two stages of two ranks each, the stage boundary crossed by hand; gradients of tied copies summed."""
     state = make_state(tp=2, pp=2)
-    first = state.is_first_stage
+    first = state.rank("pp") == 0
     stage = ModelStage(range(1) if first else range(1, 2), pre_process=first, post_process=not first)
     model, data = build(config, stage=stage, parallel=over(state.group("tp"))), batch(config)
     pipe = state.group("pp")

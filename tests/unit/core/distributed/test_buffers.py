@@ -118,8 +118,6 @@ class Place:
     def size(self, axis: str = "tp") -> int:
         return self.extent if axis == "tp" else 1
 
-    is_first_stage = is_last_stage = True
-
 
 @dataclass(frozen=True)
 class StagePlace:
@@ -132,14 +130,6 @@ class StagePlace:
 
     def size(self, axis: str) -> int:
         return 2 if axis == "pp" else 1
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == 1
 
 
 def layout(buffers: ParameterBuffers) -> list[list[tuple[str, int, int, int]]]:

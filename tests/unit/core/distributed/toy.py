@@ -98,13 +98,14 @@ class Probe(nn.Module):
     def __init__(self, state: ParallelState, dtype: torch.dtype, *, tied: bool = True) -> None:
         super().__init__()
         tp, tp_rank = state.size("tp"), state.rank("tp")
+        is_first, is_last = state.rank("pp") == 0, state.rank("pp") == state.size("pp") - 1
         self.tp, self.tp_rank = tp, tp_rank
         self.embedding_has_copy = tied and state.size("pp") > 1
         for name in SHAPES:
-            here = state.is_first_stage if name in ON_FIRST_STAGE else state.is_last_stage
+            here = is_first if name in ON_FIRST_STAGE else is_last
             if here:
                 self._add(name, name, dtype)
-        if self.embedding_has_copy and state.is_last_stage:
+        if self.embedding_has_copy and is_last:
             self._add("output.weight", "embedding.weight", dtype)
 
     def _add(self, path: str, name: str, dtype: torch.dtype) -> None:
