@@ -48,7 +48,7 @@ class GPTTask:
         return GPTModel(config.model, part, parallel=parallel, placement=placement, word_embeddings=shared)
 
     def build_datasets(
-        self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]
+        self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int | None, int]
     ) -> SplitDatasets:
         """Samples of ``seq_length`` tokens from ``.bin``/``.idx`` files or made-up ones."""
         splits = build_datasets(
@@ -59,7 +59,14 @@ class GPTTask:
             eod=tokenizer.eod if tokenizer is not None and tokenizer.has_eod else None,
             vocab_size=config.model.true_vocab_size,
         )
-        return SplitDatasets(splits.train, splits.valid, splits.test, splits.description)
+        return SplitDatasets(
+            splits.train,
+            splits.valid,
+            splits.test,
+            splits.description,
+            valid_sets=splits.valid_sets,
+            fingerprint=splits.fingerprint,
+        )
 
     def reads_data(self, config: RunConfig, stage: Stage) -> bool:
         """First stage: tokens; last: labels; every stage where attention or positions restart."""

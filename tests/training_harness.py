@@ -113,7 +113,8 @@ def start(argv: list[str], dtype: torch.dtype | None = None) -> Run:
     run = build_run(config, GPTTask(), runtime, resumed, dtype=dtype)
     if source is not None:
         load_run(run, source)
-    attach_data(run, tokenizer)
+    saved_data = source.manifest.state.get("data") if source is not None and source.resumes else None
+    attach_data(run, tokenizer, saved_data)
     return run
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config import ParallelConfig, TransformerConfig, flag
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
-from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate
+from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate, with_batch_size
 from megatron.training.config import RunConfig, config_sections
 from megatron.training.effects import flags_without_effect
 from megatron.training.flags import (
@@ -172,18 +172,16 @@ def resolve(
         model = _model_of_checkpoint(model, checkpoint_config)
     config = replace(config, model=model)
     validate(config, world_size)
-    training, data = config.training, config.data
+    data = config.data
     replicas = world_size // config.parallel.model_parallel_size
     splits = data.split is None and not data.train_data_path
     default_split = DEFAULT_MOCK_SPLIT if data.mock_data else DEFAULT_SPLIT
-    skip = config.optimizer.skip_nan_iterations or not training.check_for_nan_in_loss_and_grad
+    skip = config.optimizer.skip_nan_iterations or not config.training.check_for_nan_in_loss_and_grad
     resolved = replace(
         config,
         parallel=_fill_parallel(config),
         model=_fill_model(model, tokenizer_vocab_size),
-        training=replace(
-            training, global_batch_size=training.global_batch_size or training.micro_batch_size * replicas
-        ),
+        training=with_batch_size(config, replicas).training,
         data=replace(data, split=default_split) if splits else data,
         optimizer=replace(config.optimizer, skip_nan_iterations=skip),
     )

@@ -187,7 +187,11 @@ def save_run(run: Run, root: str) -> None:
     """Save everything that a later run needs to go on as if nothing had happened; all ranks together."""
     config, iteration = run.config.checkpoint, run.progress.iteration
     log.info("saving checkpoint at iteration %7d to %s in safetensors format", iteration, root)
-    state: dict[str, Any] = {"config": run.config.to_json(), "progress": run.progress.to_json()}
+    state: dict[str, Any] = {
+        "config": run.config.to_json(),
+        "progress": run.progress.to_json(),
+        "data": run.data_fingerprint,
+    }
     if config.save_optim:
         state["optimizer"] = run.optimizer.state_dict()
     if config.save_rng:

@@ -5,10 +5,12 @@ numbers, and what would be valid.
 """
 
 import math
+from dataclasses import replace
 
 from megatron.core.config import ParallelConfig, TransformerConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.split import parse_split
+from megatron.training.batch_size import in_steps
 from megatron.training.config import RunConfig
 from megatron.training.layout import model_chunks, pipeline_plan, schedule_name
 
@@ -147,10 +149,11 @@ def _check_stages(config: RunConfig) -> None:
 
 
 def _check_pipeline(config: RunConfig, world_size: int) -> None:
-    """Layers, stages, chunks and micro-batches make a schedule."""
+    """Layers, stages, chunks and micro-batches make a schedule, whatever the size of a global batch."""
     replicas = world_size // config.parallel.model_parallel_size
-    at_once = config.training.micro_batch_size * replicas
-    pipeline_plan(config, (config.training.global_batch_size or at_once) // at_once)
+    sized = with_batch_size(config, replicas)
+    for size in (*sized.batch_sizes.sizes, sized.eval_global_batch_size):
+        pipeline_plan(config, size // (config.training.micro_batch_size * replicas))
 
 
 def _check_sharding(config: RunConfig) -> None:
@@ -174,6 +177,26 @@ def _check_sharding(config: RunConfig) -> None:
         )
 
 
+def with_batch_size(config: RunConfig, replicas: int) -> RunConfig:
+    """The settings with their global batch size: as given, the largest step, or a micro-batch a replica.
+
+    Raises:
+        ValueError: if --global-batch-size is not the largest size of --step-batch-size-schedule.
+    """
+    training = config.training
+    size = training.global_batch_size
+    if training.step_batch_size_schedule is not None:
+        sizes = in_steps(training.step_batch_size_schedule, config.model.seq_length).sizes
+        if size not in (None, max(sizes)):
+            raise ValueError(
+                f"--global-batch-size {size} is not the largest of --step-batch-size-schedule "
+                f"{training.step_batch_size_schedule!r}, {max(sizes)}: leave it out"
+            )
+        size = max(sizes)
+    size = size or training.micro_batch_size * replicas
+    return replace(config, training=replace(training, global_batch_size=size))
+
+
 def _check_batch(config: RunConfig, replicas: int) -> None:
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
     at_once = micro * replicas
@@ -186,11 +209,24 @@ def _check_batch(config: RunConfig, replicas: int) -> None:
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x data-parallel "
             f"size {replicas} = {at_once}: give {', or one of '.join(ways)}"
         )
-    samples = config.training.train_samples
-    if samples is not None and samples < (batch or at_once):
+    sizes = with_batch_size(config, replicas).batch_sizes.sizes
+    bad = [size for size in sizes if size % at_once]
+    if bad:
+        flag = "rampup" if config.training.rampup_batch_size is not None else "step"
+        rest = "batch-size" if flag == "rampup" else "batch-size-schedule"
         raise ValueError(
-            f"--train-samples {samples} is less than one global batch: give at least {batch or at_once}"
+            f"--{flag}-{rest}: the global batch sizes {', '.join(map(str, bad))} are not multiples of "
+            f"--micro-batch-size {micro} x data-parallel size {replicas} = {at_once}"
         )
+    evaluation = config.evaluation.eval_global_batch_size
+    if evaluation is not None and evaluation % at_once:
+        raise ValueError(
+            f"--eval-global-batch-size {evaluation} is not a multiple of --micro-batch-size {micro} x "
+            f"data-parallel size {replicas} = {at_once}"
+        )
+    samples = config.training.train_samples
+    if samples is not None and samples < sizes[0]:
+        raise ValueError(f"--train-samples {samples} is less than one global batch: give at least {sizes[0]}")
 
 
 def _check_data(config: RunConfig) -> None:

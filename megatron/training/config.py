@@ -16,6 +16,7 @@ from megatron.core.config import (
     TransformerConfig,
     flag,
 )
+from megatron.training.batch_size import BatchSizes, constant, in_steps, ramped_up
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class TrainingConfig:
     global_batch_size: int | None = None
     """Samples of one update, a multiple of --micro-batch-size times the data-parallel size; default that
     product."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: raise the global batch size from START to --global-batch-size by INCREMENT,
+    each size for an equal part of SAMPLES."""
+    step_batch_size_schedule: str | None = None
+    """Global batch sizes by consumed tokens, such as '0:768 250B:1536'; --global-batch-size is then the
+    largest."""
     train_iters: int | None = None
     """Iterations of the whole run, those before a resume included; either this or --train-samples."""
     train_samples: int | None = None
@@ -59,6 +66,8 @@ class TrainingConfig:
         ):
             _at_least(1, self, name)
         _at_least(0, self, "manual_gc_interval")
+        if self.rampup_batch_size is not None and self.step_batch_size_schedule is not None:
+            raise ValueError("--rampup-batch-size and --step-batch-size-schedule exclude each other")
         if self.seed >= 2**32:
             raise ValueError(f"--seed {self.seed}: must be at most {2**32 - 1}")
 
@@ -116,10 +125,17 @@ class EvaluationConfig:
     """Iterations between validations; by default only after training."""
     eval_iters: int = 100
     """Global batches of one evaluation, the final ones included; 0 evaluates nothing."""
+    eval_global_batch_size: int | None = None
+    """Samples of one global batch of an evaluation; default --global-batch-size."""
+    full_validation: bool = False
+    """Evaluate on every validation sample once, instead of the next --eval-iters global batches."""
+    multiple_validation_sets: bool = False
+    """Evaluate each dataset of --valid-data-path by itself, instead of a mixture of all."""
 
     def __post_init__(self) -> None:
         _at_least(1, self, "eval_interval")
         _at_least(0, self, "eval_iters")
+        _at_least(1, self, "eval_global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -190,6 +206,25 @@ class RunConfig:
         """Samples of one update, of a resolved config."""
         assert self.training.global_batch_size is not None, "the config is not resolved"
         return self.training.global_batch_size
+
+    @property
+    def eval_global_batch_size(self) -> int:
+        """Samples of one global batch of an evaluation, of a resolved config."""
+        return self.evaluation.eval_global_batch_size or self.global_batch_size
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every update of a resolved config.
+
+        Raises:
+            ValueError: if the flags make no series of sizes.
+        """
+        training = self.training
+        if training.step_batch_size_schedule is not None:
+            return in_steps(training.step_batch_size_schedule, self.model.seq_length)
+        if training.rampup_batch_size is not None:
+            return ramped_up(training.rampup_batch_size, self.global_batch_size)
+        return constant(self.global_batch_size)
 
     @property
     def skips_nonfinite(self) -> bool:

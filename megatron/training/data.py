@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron.core.datasets import CyclicSampler, SequentialSampler
+from megatron.core.datasets import CyclicSampler, SequentialSampler, WholeSampler
+from megatron.core.datasets.samplers import MicroBatchSampler
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config import RunConfig
 from megatron.training.console import reason_for_user
@@ -47,12 +48,18 @@ class _CandidDataset(Dataset[Any]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]] | _Refusal:
         try:
-            return [self._dataset[number] for number in numbers]
+            return [self._dataset[number] if number >= 0 else self._blank() for number in numbers]
         except (ValueError, OSError) as error:
             reason = reason_for_user(error)
             if reason is None:
                 raise
             return _Refusal(reason)
+
+    def _blank(self) -> dict[str, Tensor]:
+        """A sample that fills a place and counts nothing."""
+        sample = dict(self._dataset[0])
+        sample["loss_mask"] = sample["loss_mask"] * 0
+        return sample
 
 
 def _collate(samples: list[dict[str, Tensor]] | _Refusal) -> Any:
@@ -75,19 +82,15 @@ class MicrobatchReader:
         consumed_samples: int,
         own_tokens: Callable[[Batch], Batch] | None = None,
         host_tensors: Collection[str] = (),
+        whole_batch: int | None = None,
     ) -> None:
         """Read ``dataset`` from a sample on.
 
         ``own_tokens`` takes this rank's part of a micro-batch; ``host_tensors`` stay in the host's memory.
+        With ``whole_batch`` every sample comes once, whatever ``consumed_samples``, in global batches of that
+        size, the last filled up with samples that count nothing.
         """
-        kind = CyclicSampler if config.data.dataloader_type == "cyclic" else SequentialSampler
-        sampler = kind(
-            total_samples=len(dataset),  # type: ignore[arg-type]
-            consumed_samples=consumed_samples,
-            micro_batch_size=config.training.micro_batch_size,
-            data_parallel_rank=state.rank("dp"),
-            data_parallel_size=state.size("dp"),
-        )
+        sampler = _sampler(dataset, config, state, consumed_samples, whole_batch)
         workers = config.data.num_workers
         self._loader = DataLoader(
             _CandidDataset(dataset),
@@ -104,6 +107,10 @@ class MicrobatchReader:
         self._own_tokens = own_tokens
         self._host_tensors = frozenset(host_tensors)
         self._batches: Iterator[dict[str, Tensor] | _Refusal] | None = None
+
+    def rewind(self) -> None:
+        """Begin anew at the first sample that this reader began with."""
+        self._batches = None
 
     def take(self, count: int) -> list[Batch]:
         """The next ``count`` micro-batches.
@@ -133,6 +140,25 @@ class MicrobatchReader:
             name: value if name in self._host_tensors else value.to(self._device, non_blocking=True)
             for name, value in own.items()
         }
+
+
+def _sampler(
+    dataset: Dataset[dict[str, Tensor]],
+    config: RunConfig,
+    state: ParallelState,
+    consumed_samples: int,
+    whole_batch: int | None,
+) -> MicroBatchSampler:
+    place = {
+        "micro_batch_size": config.training.micro_batch_size,
+        "data_parallel_rank": state.rank("dp"),
+        "data_parallel_size": state.size("dp"),
+    }
+    samples = len(dataset)  # type: ignore[arg-type]
+    if whole_batch is not None:
+        return WholeSampler(samples, whole_batch, **place)
+    kind = CyclicSampler if config.data.dataloader_type == "cyclic" else SequentialSampler
+    return kind(samples, consumed_samples, **place)
 
 
 def _outlive_sigterm(worker: int) -> None:

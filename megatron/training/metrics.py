@@ -38,6 +38,8 @@ class IterationRecord:
     nan: bool
     global_batch_size: int
     elapsed_ms: float
+    data_ms: float
+    """Of the elapsed time: waiting for data, the mean over the ranks that read any."""
     tokens_per_second: float
     tflops_per_device: float
     memory: dict[str, int]
@@ -59,6 +61,13 @@ class EvaluationRecord:
     losses: dict[str, float]
     final: bool
     """Whether it was made after the last iteration."""
+    number: int | None = None
+    """Of several validation datasets, which."""
+
+    @property
+    def suffix(self) -> str:
+        """What tells one of several validation datasets apart."""
+        return "" if self.number is None else f"-{self.number}"
 
 
 class Sink(Protocol):
@@ -136,6 +145,7 @@ class JsonLinesSink:
                 "global_batch_size": record.global_batch_size,
                 "tokens_per_second": record.tokens_per_second,
                 "elapsed_ms": record.elapsed_ms,
+                "data_ms": record.data_ms,
                 "tflops_per_device": record.tflops_per_device,
                 "peak_memory_bytes": record.memory["max_allocated"],
                 **({} if record.communication is None else {"communication": record.communication}),
@@ -149,6 +159,7 @@ class JsonLinesSink:
             {
                 "iteration": record.iteration,
                 "split": record.split,
+                **({} if record.number is None else {"dataset": record.number}),
                 **_json_losses(record.losses),
                 "ppl": perplexity(first),
             }
@@ -181,7 +192,7 @@ class ConsoleSink:
         where = f"iteration {record.iteration}"
         if record.final:
             where += f" on {'validation' if record.split == 'valid' else 'test'} set"
-        text = f" validation loss at {where} | "
+        text = f" validation loss{record.suffix} at {where} | "
         for name, value in record.losses.items():
             text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
         rule = "-" * (len(text) + 1)
@@ -248,6 +259,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(f"{name} vs samples", value, record.consumed_samples)
         if options.timers:
             self._writer.add_scalar("iteration-time", record.elapsed_ms / 1000, record.iteration)
+            self._writer.add_scalar("data-time", record.data_ms / 1000, record.iteration)
             self._writer.add_scalar("throughput", record.tflops_per_device, record.iteration)
         for kind, figures in (record.communication or {}).items():
             for name, value in figures.items():
@@ -261,9 +273,9 @@ class TensorBoardSink:
         if record.split != "valid":
             return
         for name, value in record.losses.items():
-            scalars = {f"{name} validation": value}
+            scalars = {f"{name} validation{record.suffix}": value}
             if self._options.validation_perplexity:
-                scalars[f"{name} validation ppl"] = perplexity(value)
+                scalars[f"{name} validation{record.suffix} ppl"] = perplexity(value)
             for key, scalar in scalars.items():
                 self._writer.add_scalar(key, scalar, record.iteration)
                 self._writer.add_scalar(f"{key} vs samples", scalar, record.consumed_samples)

@@ -25,26 +25,28 @@ class BatchPlan:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
 
-def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
-    """The division of the global batch of a resolved config."""
+def batch_plans(config: RunConfig, world_size: int) -> dict[int, BatchPlan]:
+    """The division of each global batch size of a resolved config, that of evaluations included."""
     replicas = world_size // config.parallel.model_parallel_size
-    return BatchPlan(config.global_batch_size, config.training.micro_batch_size, replicas)
+    sizes = dict.fromkeys((*config.batch_sizes.sizes, config.eval_global_batch_size))
+    return {size: BatchPlan(size, config.training.micro_batch_size, replicas) for size in sizes}
 
 
 def schedule_lengths(config: RunConfig) -> ScheduleLengths:
     """The lengths of the schedules of a resolved config, in samples.
 
-    Lengths given in iterations are multiplied by the global batch size. Where nothing else is asked for, the
-    learning rate decays over the whole run; weight decay always goes over the whole run.
+    A length given in iterations is the samples of the run's first so many iterations; that of the final
+    annealing, of so many full global batches. Where nothing else is asked for, the learning rate decays over
+    the whole run; weight decay always goes over the whole run.
     """
     schedule, training = config.schedule, config.training
     decay: float
     wsd: float | None
     if training.train_iters is not None:
-        batch = config.global_batch_size
-        run = training.train_iters * batch
-        decay = run if schedule.lr_decay_iters is None else schedule.lr_decay_iters * batch
-        warmup: float = schedule.lr_warmup_iters * batch
+        batch, sizes = config.global_batch_size, config.batch_sizes
+        run = sizes.advance(0, training.train_iters)
+        decay = run if schedule.lr_decay_iters is None else sizes.advance(0, schedule.lr_decay_iters)
+        warmup: float = sizes.advance(0, schedule.lr_warmup_iters)
         wsd = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * batch
     else:
         assert training.train_samples is not None, "a validated config has one of the two"

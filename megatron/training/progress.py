@@ -45,6 +45,10 @@ class StepOutcome:
     """The weight decay that the update used."""
     loss_scale: float
     """The loss scale that the backward pass used."""
+    global_batch_size: int
+    """Samples that it read."""
+    data_seconds: float = 0.0
+    """How long the ranks that read data waited for it, on average."""
     grad_norm: float | None = None
     """Global L2 norm of the gradients before clipping; None where the update was skipped."""
     num_zeros: int | None = None

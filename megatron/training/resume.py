@@ -48,7 +48,13 @@ _ORDER = {
 
 _NOTED = {
     "model": ("attention_dropout", "hidden_dropout", "label_smoothing"),
-    "training": ("train_iters", "train_samples", "global_batch_size"),
+    "training": (
+        "train_iters",
+        "train_samples",
+        "global_batch_size",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+    ),
     "precision": ("bf16", "fp16"),
     "optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad"),
     "tokenizer": ("tokenizer_type",),
@@ -132,7 +138,7 @@ def _length(config: RunConfig) -> int:
     if training.train_iters is None:
         assert training.train_samples is not None, "a validated config has one of the two"
         return training.train_samples
-    return training.train_iters * config.global_batch_size
+    return config.batch_sizes.advance(0, training.train_iters)
 
 
 def _differences(

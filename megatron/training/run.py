@@ -1,7 +1,8 @@
 """Everything that one rank of a run holds, made once and passed down."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel.actions import Program
 from megatron.core.pipeline_parallel.p2p import PipelineChannels, TensorSpec
 from megatron.core.pipeline_parallel.timeline import TimelineEvent
 from megatron.core.weight_gradients import DeferredGradients
+from megatron.training.batch_size import BatchSizes
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
 from megatron.training.layout import PipelinePlan
@@ -25,17 +27,29 @@ from megatron.training.progress import Progress
 from megatron.training.task import Stage, Task
 
 
+@dataclass(frozen=True)
+class EvaluationData:
+    """A dataset that the model is tried on."""
+
+    split: Literal["valid", "test"]
+    number: int | None
+    """Of several validation datasets, which; None where there is one of them."""
+    iterations: int
+    """Global batches of one evaluation."""
+    whole: bool
+    """Whether an evaluation reads all of it, from its beginning."""
+    reader: MicrobatchReader | None
+    """None on a stage that reads no data."""
+
+
 @dataclass
 class Readers:
-    """This rank's data; None where a split is empty, not asked for, or not read on this stage."""
+    """This rank's data."""
 
     train: MicrobatchReader | None = None
-    valid: MicrobatchReader | None = None
-    test: MicrobatchReader | None = None
-    has_valid: bool = False
-    """Whether there is a validation split at all, on whichever stage."""
-    has_test: bool = False
-    """Whether there is a test split at all, on whichever stage."""
+    """None on a stage that reads no data."""
+    evaluation: tuple[EvaluationData, ...] = ()
+    """Validation, then test, without those that are empty or not asked for; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,19 @@ class Chunk:
     model: nn.Module
     deferred: DeferredGradients
     """Weight gradients that it owes, under a schedule that splits the backward pass."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How this rank works through global batches of one size."""
+
+    batch: BatchPlan
+    pipeline: PipelinePlan
+    """The schedule, and which layers each part of the model has."""
+    training_program: Program
+    """What this stage does in one training step."""
+    evaluation_program: Program
+    """What this stage does for one global batch of an evaluation."""
 
 
 @dataclass
@@ -65,19 +92,18 @@ class Run:
     shared_gradients: SharedGradients
     optimizer: Optimizer
     schedule: ParameterSchedule
-    batch_plan: BatchPlan
+    batch_sizes: BatchSizes
+    """The global batch size, by consumed samples."""
+    divisions: Mapping[int, Division]
+    """How this rank works, by the size of the global batch: every size of the run and of its evaluations."""
     activation: TensorSpec
     """What travels between stages: [s/cp, b, h], with sequence parallelism [s/(cp tp), b, h]."""
-    pipeline: PipelinePlan
-    """The schedule, and which layers each part of the model has."""
     channels: PipelineChannels
     """The process groups between stages."""
-    training_program: Program
-    """What this stage does in one training step."""
-    evaluation_program: Program
-    """What this stage does for one global batch of an evaluation."""
     progress: Progress = field(default_factory=Progress)
     readers: Readers = field(default_factory=Readers)
+    data_fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What the order of training samples depends on, by name."""
     metrics: Metrics = field(default_factory=lambda: Metrics(()))
     stop_reason: str | None = None
     """Set by a hook to end the run after this iteration."""
@@ -87,6 +113,16 @@ class Run:
     """Counts what this rank sends, with --log-communication."""
     recorder: Callable[[TimelineEvent], None] | None = None
     """Takes the timeline of this stage while an iteration is traced."""
+
+    @property
+    def division(self) -> Division:
+        """How the next global batch of training is worked through."""
+        return self.divisions[self.batch_sizes.at(self.progress.consumed_samples)]
+
+    @property
+    def evaluation_division(self) -> Division:
+        """How a global batch of an evaluation is worked through."""
+        return self.divisions[self.config.eval_global_batch_size]
 
     @property
     def parameters(self) -> tuple[NamedParameter, ...]:
@@ -114,5 +150,5 @@ class Run:
         if training.train_iters is not None:
             return training.train_iters
         assert training.train_samples is not None, "a validated config has one of the two"
-        left = max(training.train_samples - self.progress.consumed_samples, 0)
-        return self.progress.iteration + left // self.batch_plan.global_batch_size
+        consumed = self.progress.consumed_samples
+        return self.progress.iteration + self.batch_sizes.iterations_within(consumed, training.train_samples)

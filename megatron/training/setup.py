@@ -1,6 +1,8 @@
 """From settings to a run: model, buffers, optimizer, schedule, data."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +33,8 @@ from megatron.training.metrics import (
     TensorBoardSink,
 )
 from megatron.training.parameters import chunk_parameters, each_once, store_parameters
-from megatron.training.plan import BatchPlan, batch_plan, run_schedule
-from megatron.training.run import Chunk, Readers, Run
+from megatron.training.plan import batch_plans, run_schedule
+from megatron.training.run import Chunk, Division, EvaluationData, Readers, Run
 from megatron.training.task import Batch, SplitDatasets, Stage, Task, parameter_dtype
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,8 @@ def build_run(
         dtype: number format in place of the one that the settings say: float64, to prove a layout exact.
     """
     state, dtype = runtime.state, dtype or parameter_dtype(config)
-    plan = batch_plan(config, runtime.world_size)
-    pipeline = pipeline_plan(config, plan.num_microbatches)
+    divisions = _divisions(config, runtime)
+    pipeline = divisions[config.global_batch_size].pipeline
     _log_stages(pipeline)
     chunks = _build_chunks(config, task, runtime, pipeline, dtype)
     models = [chunk.model for chunk in chunks]
@@ -73,7 +75,7 @@ def build_run(
         model_group=state.model_group,
         data_group=state.data_group,
     )
-    log.info("setting number of microbatches to constant %d", plan.num_microbatches)
+    _log_batch_sizes(config, divisions)
     log.info("> learning rate decay style: %s", config.schedule.lr_decay_style)
     channels = _channels(config, state)
     open_channels(channels, runtime.device)
@@ -88,14 +90,36 @@ def build_run(
         shared_gradients=SharedGradients(store, state.group("tp"), state.embedding_group),
         optimizer=optimizer,
         schedule=run_schedule(config, resumed),
-        batch_plan=plan,
-        pipeline=pipeline,
+        batch_sizes=config.batch_sizes,
+        divisions=divisions,
         channels=channels,
-        training_program=lower(pipeline.schedule)[state.rank("pp")],
-        evaluation_program=lower(pipeline.schedule, forward_only=True)[state.rank("pp")],
-        activation=_activation(config, state, plan, dtype, runtime.device),
+        activation=_activation(config, state, dtype, runtime.device),
         meter=runtime.meter,
     )
+
+
+def _divisions(config: RunConfig, runtime: Runtime) -> dict[int, Division]:
+    """How this rank works through global batches, by their size."""
+    stage = runtime.state.rank("pp")
+    found = {}
+    for size, plan in batch_plans(config, runtime.world_size).items():
+        pipeline = pipeline_plan(config, plan.num_microbatches)
+        training, evaluation = lower(pipeline.schedule), lower(pipeline.schedule, forward_only=True)
+        found[size] = Division(plan, pipeline, training[stage], evaluation[stage])
+    return found
+
+
+def _log_batch_sizes(config: RunConfig, divisions: Mapping[int, Division]) -> None:
+    steps = config.batch_sizes.steps
+    if len(steps) == 1:
+        count = divisions[config.global_batch_size].batch.num_microbatches
+        log.info("setting number of microbatches to constant %d", count)
+        return
+    for consumed, size in steps:
+        count = divisions[size].batch.num_microbatches
+        log.info(
+            " > from %d consumed samples on: global batch size %d, %d microbatches", consumed, size, count
+        )
 
 
 def _build_chunks(
@@ -129,12 +153,12 @@ def _channels(config: RunConfig, state: ParallelState) -> PipelineChannels:
 
 
 def _activation(
-    config: RunConfig, state: ParallelState, plan: BatchPlan, dtype: torch.dtype, device: torch.device
+    config: RunConfig, state: ParallelState, dtype: torch.dtype, device: torch.device
 ) -> TensorSpec:
     """What travels between stages."""
     shards = state.size("cp") * (state.size("tp") if config.parallel.sequence_parallel else 1)
     model = config.model
-    shape = (model.seq_length // shards, plan.micro_batch_size, model.hidden_size)
+    shape = (model.seq_length // shards, config.training.micro_batch_size, model.hidden_size)
     return TensorSpec(shape, dtype, device)
 
 
@@ -164,19 +188,34 @@ def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) ->
         )
 
 
-def samples_asked_for(run: Run) -> tuple[int, int, int]:
-    """Samples of training, validation and test that a run will have read at its end, at most."""
-    last, batch, evaluation = run.last_iteration, run.batch_plan.global_batch_size, run.config.evaluation
+def samples_asked_for(run: Run) -> tuple[int, int | None, int]:
+    """Samples of training, validation and test that a run will have read at its end, at most.
+
+    None for validation stands for every sample once.
+    """
+    last, evaluation, progress = run.last_iteration, run.config.evaluation, run.progress
     training = run.config.training.train_samples
     if training is None:
-        training = run.progress.consumed_samples + max(last - run.progress.iteration, 0) * batch
+        to_come = max(last - progress.iteration, 0)
+        training = run.batch_sizes.advance(progress.consumed_samples, to_come)
     evaluations = last // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
-    per_evaluation = evaluation.eval_iters * batch
+    per_evaluation = evaluation.eval_iters * run.config.eval_global_batch_size
+    if evaluation.full_validation and evaluation.eval_iters:
+        return training, None, per_evaluation
     return training, evaluations * per_evaluation, per_evaluation
 
 
-def attach_data(run: Run, tokenizer: Tokenizer | None) -> None:
-    """Build the datasets and this rank's readers, at the samples where ``run.progress`` stands."""
+def attach_data(run: Run, tokenizer: Tokenizer | None, saved: Mapping[str, Any] | None = None) -> None:
+    """Build the datasets and this rank's readers, at the samples where ``run.progress`` stands.
+
+    Args:
+        run: the run.
+        tokenizer: what the data was made with, if there is one.
+        saved: what the checkpoint that the run goes on with says of its training data.
+
+    Raises:
+        ValueError: if there is no training data, or it is not that of the checkpoint's run.
+    """
     datasets = run.task.build_datasets(run.config, tokenizer, samples_asked_for(run))
     for line in datasets.description:
         log.info(" > %s", line)
@@ -185,30 +224,73 @@ def attach_data(run: Run, tokenizer: Tokenizer | None) -> None:
             "there is no training data: give --data-path, --train-data-path or --mock-data, and a --split "
             "whose first share is above 0"
         )
-    run.readers = Readers(has_valid=datasets.valid is not None, has_test=datasets.test is not None)
-    if any(run.task.reads_data(run.config, chunk.stage) for chunk in run.chunks):
-        _attach_readers(run, datasets)
+    run.data_fingerprint = dict(datasets.fingerprint)
+    _check_data(run.data_fingerprint, saved)
+    run.readers = Readers(
+        _reader(run, datasets.train, run.progress.consumed_samples), _evaluations(run, datasets)
+    )
 
 
-def _attach_readers(run: Run, datasets: SplitDatasets) -> None:
-    evaluation, done = run.config.evaluation, run.progress.iteration
-    past = done // evaluation.eval_interval if evaluation.eval_interval else 0
-    valid_samples = past * evaluation.eval_iters * run.batch_plan.global_batch_size
+def _check_data(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    """Refuse to go on with other data, or the same in another order, than the run that is resumed."""
+    if saved is None:
+        return
+    names = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]
+    if names:
+        lines = "".join(
+            f"\n  {name}: {saved.get(name, 'nothing')} in the checkpoint, {own.get(name, 'nothing')} now"
+            for name in names
+        )
+        raise ValueError(
+            f"the training data differs from what the checkpoint's run has read:{lines}\ngive it the same "
+            "data, or --finetune to begin a new run from its weights"
+        )
+
+
+def _reader(
+    run: Run, dataset: Dataset[dict[str, Tensor]], consumed: int, whole_batch: int | None = None
+) -> MicrobatchReader | None:
+    """This rank's reader of a dataset; None on a stage that reads no data."""
+    if not any(run.task.reads_data(run.config, chunk.stage) for chunk in run.chunks):
+        return None
 
     def own_tokens(batch: Batch) -> Batch:
         return run.task.own_tokens(batch, run.state.group("cp"))
 
-    def reader(dataset: Dataset[dict[str, Tensor]] | None, consumed: int) -> MicrobatchReader | None:
-        if dataset is None:
-            return None
-        host_tensors = run.task.host_tensors
-        return MicrobatchReader(
-            dataset, run.config, run.state, run.device, consumed, own_tokens, host_tensors
-        )
+    return MicrobatchReader(
+        dataset,
+        run.config,
+        run.state,
+        run.device,
+        consumed,
+        own_tokens,
+        run.task.host_tensors,
+        whole_batch,
+    )
 
-    run.readers.train = reader(datasets.train, run.progress.consumed_samples)
-    run.readers.valid = reader(datasets.valid, valid_samples)
-    run.readers.test = reader(datasets.test, 0)
+
+def _evaluations(run: Run, datasets: SplitDatasets) -> tuple[EvaluationData, ...]:
+    evaluation, batch = run.config.evaluation, run.config.eval_global_batch_size
+    if not evaluation.eval_iters:
+        return ()
+    past = run.progress.iteration // evaluation.eval_interval if evaluation.eval_interval else 0
+    consumed = past * evaluation.eval_iters * batch
+    whole = evaluation.full_validation
+    found = []
+    numbered: list[tuple[int | None, Dataset[dict[str, Tensor]]]] = []
+    for number, (name, dataset) in enumerate(datasets.valid_sets):
+        log.info(" > validation set %d: %s", number, name)
+        numbered.append((number, dataset))
+    if datasets.valid is not None:
+        numbered.append((None, datasets.valid))
+    for place, dataset in numbered:
+        iterations = -(-len(dataset) // batch) if whole else evaluation.eval_iters  # type: ignore[arg-type]
+        reader = _reader(run, dataset, consumed, batch if whole else None)
+        found.append(EvaluationData("valid", place, iterations, whole, reader))
+    if datasets.test is not None:
+        reader = _reader(run, datasets.test, 0)
+        found.append(EvaluationData("test", None, evaluation.eval_iters, False, reader))
+    return tuple(found)
 
 
 def attach_metrics(run: Run) -> None:

@@ -1,6 +1,7 @@
 """One training iteration, and the forward passes of one evaluation."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from megatron.core.pipeline_parallel.engine import ForwardStep, run_pipeline
 from megatron.core.tensor_parallel import RandomStream
 from megatron.training.data import MicrobatchReader
 from megatron.training.progress import StepOutcome
-from megatron.training.run import Run
+from megatron.training.run import Division, EvaluationData, Run
 from megatron.training.task import Batch
 
 
@@ -41,15 +42,17 @@ def train_step(run: Run) -> StepOutcome:
         learning_rate=run.schedule.learning_rate(progress.schedule_samples),
         weight_decay=run.schedule.weight_decay(progress.schedule_samples),
         loss_scale=run.optimizer.loss_scale,
+        global_batch_size=run.division.batch.global_batch_size,
     )
-    batches = _take(run.readers.train, run)
-    counts = _sum_over_losses(run, _loss_counts(run, batches))
+    batches, waited = _take_timed(run)
+    counts, data_seconds = _count_losses(run, batches, waited)
+    outcome = replace(outcome, data_seconds=data_seconds)
 
     if not counts.any():
         reason = "no token of this global batch counts towards the loss: the update is skipped"
         return replace(outcome, losses=dict.fromkeys(run.task.loss_names, 0.0), remarks=(reason,))
 
-    run.reducer.zero_grad(run.batch_plan.num_microbatches)
+    run.reducer.zero_grad(run.division.batch.num_microbatches)
     factors = outcome.loss_scale * run.reducer.loss_factor / counts.clamp(min=1)
     sums = _forward_backward(run, batches, factors)
     run.reducer.finish()
@@ -77,15 +80,17 @@ def train_step(run: Run) -> StepOutcome:
 
 
 @torch.no_grad()
-def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int) -> dict[str, float]:
-    """Each loss over the next ``iterations`` global batches of a split; all ranks together.
+def evaluation_losses(run: Run, data: EvaluationData) -> dict[str, float]:
+    """Each loss over the next global batches of a dataset, or all of them; all ranks together.
 
     A loss that nothing in them counts towards has no value, and is left out.
     """
     run.train_mode(False)
     totals = torch.zeros(2, len(run.task.loss_names), dtype=torch.float64)
-    for _ in range(iterations):
-        batches = _take(reader, run)
+    if data.whole and data.reader is not None:
+        data.reader.rewind()
+    for _ in range(data.iterations):
+        batches = _take(data.reader, run.evaluation_division)
         totals[0] += _forward_only(run, batches)
         totals[1] += _loss_counts(run, batches)
     run.train_mode(True)
@@ -94,10 +99,29 @@ def evaluation_losses(run: Run, reader: MicrobatchReader | None, iterations: int
     return {name: means[name] for name, count in zip(means, counts.tolist(), strict=True) if count}
 
 
-def _take(reader: MicrobatchReader | None, run: Run) -> Sequence[Batch | None]:
+def _take(reader: MicrobatchReader | None, division: Division) -> Sequence[Batch | None]:
     """This rank's micro-batches of one global batch; Nones on a stage that reads no data."""
-    count = run.batch_plan.num_microbatches
+    count = division.batch.num_microbatches
     return [None] * count if reader is None else reader.take(count)
+
+
+def _take_timed(run: Run) -> tuple[Sequence[Batch | None], float]:
+    """This rank's micro-batches of the next global batch of training, and the seconds that they took."""
+    start = time.perf_counter()
+    batches = _take(run.readers.train, run.division)
+    return batches, time.perf_counter() - start
+
+
+def _count_losses(run: Run, batches: Sequence[Batch | None], waited: float) -> tuple[Tensor, float]:
+    """What each loss of the global batch is summed over, float64 [losses], and how long the data took.
+
+    The seconds are the mean over the ranks that read data; they travel with the counts.
+    """
+    reads = run.readers.train is not None
+    own = torch.tensor([waited if reads else 0.0, float(reads)], dtype=torch.float64, device=run.device)
+    total = all_reduce(torch.cat((_own_losses(run, _loss_counts(run, batches)), own)), run.state.world_group)
+    *counts, seconds, readers = total.tolist()
+    return torch.tensor(counts, dtype=torch.float64), seconds / readers
 
 
 def _loss_counts(run: Run, batches: Sequence[Batch | None]) -> Tensor:
@@ -110,11 +134,15 @@ def _loss_counts(run: Run, batches: Sequence[Batch | None]) -> Tensor:
     return counts
 
 
-def _sum_over_losses(run: Run, values: Tensor) -> Tensor:
-    """Sum over the ranks that hold a loss (last stage, first tensor-parallel rank); every rank gets it."""
+def _own_losses(run: Run, values: Tensor) -> Tensor:
+    """``values`` on the ranks that hold a loss (last stage, first tensor-parallel rank), else zeros."""
     counted = run.holds_loss and run.state.rank("tp") == 0
-    total = values.to(run.device) if counted else torch.zeros_like(values, device=run.device)
-    return all_reduce(total, run.state.world_group).cpu()
+    return values.to(run.device) if counted else torch.zeros_like(values, device=run.device)
+
+
+def _sum_over_losses(run: Run, values: Tensor) -> Tensor:
+    """Sum over the ranks that hold a loss; every rank gets it."""
+    return all_reduce(_own_losses(run, values), run.state.world_group).cpu()
 
 
 def _mean_losses(run: Run, sums: Tensor, counts: Tensor) -> dict[str, float]:
@@ -155,9 +183,9 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
         return (output * weights.to(output.dtype)).sum()
 
     run_pipeline(
-        run.training_program,
+        run.division.training_program,
         forward=forward_and_scale,
-        schedule=run.pipeline.schedule,
+        schedule=run.division.pipeline.schedule,
         channels=run.channels,
         activation=run.activation,
         deferred=[chunk.deferred for chunk in run.chunks],
@@ -171,10 +199,11 @@ def _forward_backward(run: Run, batches: Sequence[Batch | None], factors: Tensor
 def _forward_only(run: Run, batches: Sequence[Batch | None]) -> Tensor:
     """Run the forward passes; give the loss sums of this rank's micro-batches, float64 [losses]."""
     forward = _microbatch_forward(run, batches)
+    division = run.evaluation_division
     outputs = run_pipeline(
-        run.evaluation_program,
+        division.evaluation_program,
         forward=forward,
-        schedule=run.pipeline.schedule,
+        schedule=division.pipeline.schedule,
         channels=run.channels,
         activation=run.activation,
         forward_only=True,

@@ -4,8 +4,8 @@ The loop knows batches, named losses and stages of a model; it knows nothing of 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class SplitDatasets:
     test: Dataset[dict[str, Tensor]] | None
     description: Sequence[str] = ()
     """Lines about documents, tokens and epochs, for the log."""
+    valid_sets: Sequence[tuple[str, Dataset[dict[str, Tensor]]]] = ()
+    """With --multiple-validation-sets, in place of ``valid``: each dataset with its name."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """What the order of training samples depends on, by name: plain values that are equal on resume."""
 
 
 class Task(Protocol):
@@ -76,9 +80,12 @@ class Task(Protocol):
         """
 
     def build_datasets(
-        self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int, int]
+        self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int | None, int]
     ) -> SplitDatasets:
-        """Datasets of at least so many samples for training, validation and test."""
+        """Datasets of at least so many samples for training, validation and test.
+
+        None stands for every sample once, and 0 for no dataset.
+        """
 
     def reads_data(self, config: RunConfig, stage: Stage) -> bool:
         """Whether :meth:`forward` on ``stage`` looks at the batch at all."""

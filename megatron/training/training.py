@@ -73,7 +73,8 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     if source is not None:
         load_run(run, source)
     verify_replicas(run)
-    together(lambda: attach_data(run, tokenizer), runtime.state.world_group, runtime.device)
+    saved_data = source.manifest.state.get("data") if source is not None and source.resumes else None
+    together(lambda: attach_data(run, tokenizer, saved_data), runtime.state.world_group, runtime.device)
     together(lambda: attach_metrics(run), runtime.state.world_group, runtime.device)
     hooks = together(lambda: build_hooks(run), runtime.state.world_group, runtime.device)
     train(run, hooks)
@@ -84,7 +85,7 @@ def build_hooks(run: Run) -> list[Hook]:
     config = run.config
     hooks: list[Hook] = [
         LoggingHook(run),
-        EvaluationHook(config.evaluation.eval_interval, config.evaluation.eval_iters),
+        EvaluationHook(config.evaluation.eval_interval),
         ExitHook(config.training),
         CheckpointHook(config.checkpoint),
     ]
@@ -119,7 +120,7 @@ def train(run: Run, hooks: Sequence[Hook]) -> None:
 
 def _advance(run: Run, outcome: StepOutcome) -> None:
     """Count an iteration: consumed samples move on always, the schedules with successful updates only."""
-    samples = run.batch_plan.global_batch_size
+    samples = outcome.global_batch_size
     run.progress.iteration += 1
     run.progress.consumed_samples += samples
     if outcome.updated:

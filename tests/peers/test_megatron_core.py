@@ -74,7 +74,7 @@ def starts(command_lines: list[list[str]]) -> list[Start]:
     found = []
     for argv in command_lines:
         run = start(argv)
-        steps = [run.readers.train.take(run.batch_plan.num_microbatches) for _ in range(STEPS)]
+        steps = [run.readers.train.take(run.division.batch.num_microbatches) for _ in range(STEPS)]
         batches = {
             name: torch.stack([torch.cat([micro[name] for micro in step]) for step in steps])
             for name in ("tokens", "labels", "loss_mask")

@@ -5,7 +5,7 @@ Nothing here talks to another rank: each reads what it needs itself, and all com
 
 from megatron.core.datasets.builder import DatasetSplits, build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
-from megatron.core.datasets.samplers import CyclicSampler, SequentialSampler
+from megatron.core.datasets.samplers import CyclicSampler, SequentialSampler, WholeSampler
 
 __all__ = [
     "CyclicSampler",
@@ -13,6 +13,7 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "SequentialSampler",
+    "WholeSampler",
     "best_dtype",
     "build_datasets",
 ]

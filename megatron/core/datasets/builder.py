@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,12 +46,17 @@ class DatasetSplits:
         test: for evaluation at the end.
         description: lines for the log: documents, tokens, samples an epoch and epochs of each split, and what
             is drawn from each component of a blend.
+        valid_sets: in place of ``valid``, where validation datasets are not to be mixed: each with its name.
+        fingerprint: what the order of training samples depends on, by name: plain values, wherever the files
+            lie, that are equal only if the order is.
     """
 
     train: Dataset[Sample] | None
     valid: Dataset[Sample] | None
     test: Dataset[Sample] | None
     description: tuple[str, ...]
+    valid_sets: tuple[tuple[str, Dataset[Sample]], ...] = ()
+    fingerprint: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def build_datasets(
     *,
     seq_length: int,
     seed: int,
-    sizes: Sequence[int],
+    sizes: Sequence[int | None],
     eod: int | None,
     vocab_size: int,
 ) -> DatasetSplits:
@@ -87,7 +92,8 @@ def build_datasets(
         config: the data flags.
         seq_length: tokens that a sample predicts.
         seed: of the order of samples.
-        sizes: samples asked of training, validation and test. A split of which none are asked is not built.
+        sizes: samples asked of training, validation and test; None for each sample once. A split of which
+            none are asked is not built.
         eod: id of end-of-document, if the tokenizer has one.
         vocab_size: true size of the vocabulary.
 
@@ -184,21 +190,27 @@ class _SplitBuilder:
         self.seed = seed
         self.description: list[str] = []
 
-    def build(self, parts: list[_Part], weights: tuple[float, ...] | None, size: int) -> Dataset[Sample]:
-        """The split as one dataset of at least ``size`` samples."""
+    def build(
+        self, parts: list[_Part], weights: tuple[float, ...] | None, size: int | None
+    ) -> Dataset[Sample]:
+        """The split as one dataset of at least ``size`` samples; None: of every sample once."""
         if len(parts) == 1:
             component = self._component(parts[0], size)
-            self.description.append(f"{self.name}: {self._account(component, size)}")
+            wanted = component.plan.samples if size is None else size
+            self.description.append(f"{self.name}: {self._account(component, wanted)}")
             return self._dataset(component)
         return self._blended(parts, weights, size)
 
-    def _blended(self, parts: list[_Part], weights: tuple[float, ...] | None, size: int) -> Dataset[Sample]:
-        if weights is None:
+    def _blended(
+        self, parts: list[_Part], weights: tuple[float, ...] | None, size: int | None
+    ) -> Dataset[Sample]:
+        if weights is None or size is None:
             # Without weights each dataset counts by its length, and gives one epoch. Where one epoch of all
             # is too little, those lengths serve as the weights, so that the data repeats evenly.
             held = [self._component(part, None).plan.samples for part in parts]
             shares = normalize([float(samples) for samples in held])
             asked: list[int | None] = [None] * len(parts)
+            size = sum(held) if size is None else size
             if size > sum(held):
                 asked = [math.ceil(size * share) for share in shares]
         else:

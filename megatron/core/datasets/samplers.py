@@ -9,6 +9,7 @@ The place in the stream is the number of samples consumed, which is all that a r
 """
 
 import abc
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -74,6 +75,45 @@ class SequentialSampler(MicroBatchSampler):
 
     def __len__(self) -> int:
         return max(0, self.total_samples - self.consumed_samples) // self.stride
+
+
+class WholeSampler(MicroBatchSampler):
+    """``--full-validation``: every sample once, and places without a sample, -1, that fill the last batch.
+
+    Args:
+        total_samples: samples in the dataset.
+        global_batch_size: what the number of places is a multiple of.
+        micro_batch_size: samples in a micro-batch.
+        data_parallel_rank: this rank's place among those that read different data.
+        data_parallel_size: number of ranks that read different data.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        global_batch_size: int,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        super().__init__(
+            total_samples,
+            0,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+        )
+        assert global_batch_size % self.stride == 0
+        self.places = -(-total_samples // global_batch_size) * global_batch_size
+
+    def stream(self) -> Iterator[int]:
+        """All samples, then -1 until the last global batch is full."""
+        yield from range(self.total_samples)
+        yield from itertools.repeat(-1, self.places - self.total_samples)
+
+    def __len__(self) -> int:
+        return self.places // self.stride
 
 
 class CyclicSampler(MicroBatchSampler):

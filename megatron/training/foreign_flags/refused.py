@@ -105,7 +105,7 @@ _MODEL: Final = (
     ),
     *refused(
         "extra tokens belong into the tokenizer's file; leave it out",
-        valued="--vocab-extra-ids --extra-vocab-size",
+        valued="--extra-vocab-size",
         harmless="0",
     ),
 )
@@ -206,10 +206,8 @@ _TRAINING: Final = (
         valued="--train-tokens --lr-decay-tokens --lr-warmup-tokens",
     ),
     *refused(
-        "the batch size does not change during a run; leave it out, or train in stages",
+        "a global batch is never cut to fit the layout; leave it out, and give one that fits",
         switches="--decrease-batch-size-if-needed",
-        valued="--step-batch-size-schedule",
-        listed="--rampup-batch-size",
     ),
     *refused("parameters have one rule; leave it out", valued="--dump-param-to-param-group-map"),
     *refused(
@@ -234,11 +232,6 @@ _TRAINING: Final = (
     ),
     *refused("use --exit-signal-handler and send SIGTERM", valued="--kill-switch-path"),
     *refused("evaluation without training is not built; leave it out", switches="--skip-train"),
-    *refused(
-        "an evaluation reads --eval-iters global batches of one mixture; leave it out",
-        switches="--full-validation --multiple-validation-sets",
-        valued="--eval-global-batch-size",
-    ),
     *refused("it is for Megatron-LM's own tests; leave it out", switches="--test-mode"),
 )
 
@@ -392,8 +385,18 @@ FAMILIES: Final[Mapping[str, str]] = {
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "position_embedding_type": dict.fromkeys(("alibi", "relative", "yarn", "mrope"), "not built; use rope"),
     "tokenizer_type": {
-        "PretrainedFromHF": "use HuggingFaceTokenizer with --tokenizer-model PATH",
-        "TikTokenizer": "not built; use HuggingFaceTokenizer with the tokenizer.json of the same vocabulary",
+        **dict.fromkeys(
+            ("PretrainedFromHF", "HFTokenizer", "QwenTokenizer", "Llama3Tokenizer", "DeepSeekV2Tokenizer"),
+            "use HuggingFaceTokenizer with --tokenizer-model PATH",
+        ),
+        "Llama2BPETokenizer": "use Llama2Tokenizer with --tokenizer-model PATH",
+        "HFGPT2Tokenizer": "use GPT2BPETokenizer with --vocab-file and --merge-file",
+        "CharLevelTokenizer": "use ByteLevelTokenizer",
+        "SFTTokenizer": "tuning on conversations is not built; use HuggingFaceTokenizer for text",
+        **dict.fromkeys(
+            ("MultimodalTokenizer", "NullMultimodalTokenizer"),
+            "models of images are not built; use one for text",
+        ),
     },
     "dataloader_type": {"external": "data is always read by this program; use single or cyclic"},
     "optimizer": dict.fromkeys(("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not built; use adam"),

@@ -23,10 +23,11 @@ class LoggingHook(Hook):
         self._config = run.config.logging
         self._window = LossWindow()
         self._window_seconds = 0.0
-        model, plan = run.config.model, run.batch_plan
-        padded = model.padded_vocab_size(run.state.size("tp"))
-        self._flops = training_flops(model, plan.global_batch_size, padded)
-        self._tokens = plan.global_batch_size * model.seq_length
+        self._window_samples = 0
+        model = run.config.model
+        # Of one sample; a global batch has as many times that.
+        self._flops = training_flops(model, 1, model.padded_vocab_size(run.state.size("tp")))
+        self._tokens = model.seq_length
 
     def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
         """Record the iteration; print a line at the interval, and after the run's first iteration."""
@@ -40,14 +41,15 @@ class LoggingHook(Hook):
         run.metrics.iteration(record)
         self._window.add(outcome)
         self._window_seconds += elapsed_seconds
+        self._window_samples += outcome.global_batch_size
         first = run.progress.iteration == run.resumed_iteration + 1
         if first or run.progress.iteration % self._config.log_interval == 0:
             line = self._line(run, record)
             progress_log.info("%s", line.format(datetime.datetime.now()))
-            self._window, self._window_seconds = LossWindow(), 0.0
+            self._window, self._window_seconds, self._window_samples = LossWindow(), 0.0, 0
 
-    def _per_device(self, run: Run, seconds: float) -> float:
-        return self._flops / (seconds * 1e12 * run.state.world_group.size())
+    def _per_device(self, run: Run, samples: int, seconds: float) -> float:
+        return samples * self._flops / (seconds * 1e12 * run.state.world_group.size())
 
     def _record(self, run: Run, outcome: StepOutcome, seconds: float) -> IterationRecord:
         return IterationRecord(
@@ -62,10 +64,11 @@ class LoggingHook(Hook):
             loss_scale=outcome.loss_scale,
             skipped=not outcome.updated,
             nan=outcome.has_nan,
-            global_batch_size=run.batch_plan.global_batch_size,
+            global_batch_size=outcome.global_batch_size,
             elapsed_ms=seconds * 1000,
-            tokens_per_second=self._tokens / seconds,
-            tflops_per_device=self._per_device(run, seconds),
+            data_ms=outcome.data_seconds * 1000,
+            tokens_per_second=outcome.global_batch_size * self._tokens / seconds,
+            tflops_per_device=self._per_device(run, outcome.global_batch_size, seconds),
             memory=memory_statistics(run.device),
             world_size=run.state.world_group.size(),
         )
@@ -78,7 +81,9 @@ class LoggingHook(Hook):
             train_iters=run.last_iteration,
             consumed_samples=record.consumed_samples,
             elapsed_ms=mean_seconds * 1000,
-            throughput=self._per_device(run, mean_seconds) if self._config.log_throughput else None,
+            throughput=self._per_device(run, self._window_samples, self._window_seconds)
+            if self._config.log_throughput
+            else None,
             learning_rate=record.learning_rate,
             global_batch_size=record.global_batch_size,
             losses=window.means(),

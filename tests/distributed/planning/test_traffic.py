@@ -48,7 +48,7 @@ def check_cases(prefix: str, cases: list[Case]) -> None:
         argv = training_harness.flags(prefix, shape.split(), *layout.split())
         argv.remove("--eod-mask-loss")  # every token is to count
         run, counted = metered_step(argv, dtype)
-        plan, state = run.batch_plan, run.state
+        plan, state = run.division.batch, run.state
         iteration = Iteration(
             plan.micro_batch_size, plan.num_microbatches, dist.get_world_size(), dtype.itemsize
         )

@@ -111,8 +111,8 @@ def losses_without_the_loop(argv, batches):
 def losses_of_the_loop(argv, dtype=torch.float64):
     """Two evaluations one after the other: each goes on in the split where the last one stopped."""
     run = start(argv, dtype)
-    reader = run.readers.valid
-    return [evaluation_losses(run, reader, 2)["lm loss"] for _ in range(2)]
+    (valid,) = run.readers.evaluation
+    return [evaluation_losses(run, valid)["lm loss"] for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,36 @@ def test_the_loss_is_that_of_the_split_s_samples(prefix, world, more):
     for found in run_ranks(world, losses_of_the_loop, [*line, *more]):
         assert found == pytest.approx(expected, rel=1e-12)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("world", "more"), [(1, ()), (2, ()), (2, ("--pipeline-model-parallel-size", "2"))])
+def test_full_validation_counts_every_sample_once_each_time(prefix, world, more):
+    """The samples make no whole number of global batches, which leaves places that must count nothing."""
+    line = flags(
+        prefix, TINY, "--split", "60,40,0", "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "1"
+    )
+    whole = [*line, "--full-validation", "--eval-global-batch-size", "12", "--micro-batch-size", "2"]
+    (expected,) = run_ranks(1, loss_of_all_samples, line)
+    for first, again in run_ranks(world, losses_of_the_loop, [*whole, *more]):
+        assert first == again == pytest.approx(expected, rel=1e-12)
+
+
+def loss_of_all_samples(argv):
+    """Mean loss of one epoch of the validation split, one sample at a time, from logits, in float64."""
+    run = start(argv, torch.float64)
+    data = DataConfig(data_path=run.config.data.data_path, split="60,40,0", eod_mask_loss=True)
+    valid = build_datasets(data, seq_length=32, seed=7, sizes=(8, None, 0), eod=EOD, vocab_size=VOCAB).valid
+    assert len(valid) % 12
+    run.chunks[0].model.eval()
+    total = count = 0.0
+    for number in range(len(valid)):
+        sample = {name: torch.from_numpy(valid[number][name]) for name in ("tokens", "labels", "loss_mask")}
+        with torch.no_grad():
+            logits = run.chunks[0].model(tokens=sample["tokens"][None], stream=RandomStream.root(0))[:, 0]
+        losses = F.cross_entropy(logits, sample["labels"], reduction="none")
+        total += (losses * sample["loss_mask"]).sum().item()
+        count += sample["loss_mask"].sum().item()
+    return total / count
 
 
 def test_a_split_without_a_counted_token_has_no_loss(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.config import TransformerConfig
 from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.config import RunConfig
-from megatron.training.plan import batch_plan, run_schedule, schedule_lengths
+from megatron.training.plan import batch_plans, run_schedule, schedule_lengths
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
@@ -30,7 +30,7 @@ def test_resolve_fills_what_follows_from_other_settings():
     assert model.padded_vocab_size(2) == 256
     assert config.global_batch_size == 8  # micro-batch 2 x 4 replicas
     assert config.data.split == "1, 1, 1"
-    assert batch_plan(config, 8).num_microbatches == 1
+    assert [plan.num_microbatches for plan in batch_plans(config, 8).values()] == [1]
     assert resolve(config, None, 101, 8) == config
 
 
@@ -47,7 +47,7 @@ def test_default_split_of_files_and_of_no_single_file():
 
 
 def test_micro_batches_of_a_step():
-    plan = batch_plan(settled("--global-batch-size 24", world=3), 3)
+    (plan,) = batch_plans(settled("--global-batch-size 24", world=3), 3).values()
     assert (plan.num_microbatches, plan.data_parallel_size, plan.global_batch_size) == (4, 3, 24)
 
 

@@ -9,12 +9,22 @@ from tests.unit.training.test_arguments import BASE, CHECKPOINT_ARGS
 
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
 WITHOUT = [
-    (f"{GPT2} --tokenizer-model t", "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer"),
+    (
+        f"{GPT2} --tokenizer-model t",
+        "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer, which reads --vocab-file",
+    ),
     (
         "--tokenizer-type Llama2Tokenizer --tokenizer-model t --vocab-file v --merge-file m",
-        "--vocab-file, --merge-file have no effect without --tokenizer-type GPT2BPETokenizer",
+        "--vocab-file, --merge-file have no effect with --tokenizer-type Llama2Tokenizer, which reads --tok",
     ),
-    ("--tokenizer-model t --vocab-size 9", "--tokenizer-model has no effect without a --tokenizer-type that"),
+    (
+        "--tokenizer-type BertWordPieceCase --vocab-file v --merge-file m --tiktoken-pattern v1",
+        "--merge-file, --tiktoken-pattern have no effect with --tokenizer-type BertWordPieceCase, which",
+    ),
+    (
+        "--tokenizer-model t --parse-special-tokens --vocab-size 9",
+        "--tokenizer-model, --parse-special-tokens have no effect without --tokenizer-type",
+    ),
     (
         "--rotary-base 500000 --rotary-percent 1.0",
         "--rotary-base, --rotary-percent have no effect without --position-embedding-type rope",
@@ -92,6 +102,9 @@ WITHOUT = [
 WITH = [
     GPT2,
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --parse-special-tokens",
+    "--tokenizer-type TikTokenizer --tokenizer-model t --tiktoken-pattern v2 --tiktoken-num-special-tokens 9 "
+    "--tiktoken-special-tokens <unk> <s> </s> --vocab-extra-ids 100",
+    "--tokenizer-type ByteLevelTokenizer --vocab-extra-ids 0 --no-parse-special-tokens",
     "--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5",
     "--rotary-base 500000 --use-rotary-position-embeddings",
     "--max-position-embeddings 64 --group-query-attention --num-query-groups 2 --reset-position-ids",
@@ -140,15 +153,17 @@ def test_the_shape_of_a_model_that_the_checkpoint_holds_is_not_judged(caplog):
     [
         (
             TokenizerConfig("GPT2BPETokenizer", "v", "m", "t"),
-            "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer",
+            "--tokenizer-model has no effect with --tokenizer-type GPT2BPETokenizer, which reads "
+            "--vocab-file and --merge-file",
         ),
         (
             TokenizerConfig("Llama2Tokenizer", "v", "m", "t"),
-            "--vocab-file, --merge-file have no effect with --tokenizer-type Llama2Tokenizer",
+            "--vocab-file, --merge-file have no effect with --tokenizer-type Llama2Tokenizer, which reads "
+            "--tokenizer-model",
         ),
         (
             TokenizerConfig("NullTokenizer", vocab_file="v"),
-            "--vocab-file has no effect with --tokenizer-type NullTokenizer",
+            "--vocab-file has no effect with --tokenizer-type NullTokenizer, which reads no file",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_what_refusals_name_exists():
         ["--dataset-impl", "mmap"],
         ["--timing-log-level", "0"],
         ["--exp-avg-dtype", "fp32"],
-        ["--vocab-extra-ids", "0"],
+        ["--extra-vocab-size", "0"],
         ["--attention-head-type", "multihead"],
     ],
 )
@@ -104,6 +104,9 @@ def test_all_refusals_are_said_at_once(capsys):
     [
         (["--position-embedding-type", "alibi"], "use rope"),
         (["--tokenizer-type", "PretrainedFromHF"], "use HuggingFaceTokenizer"),
+        (["--tokenizer-type", "MultimodalTokenizer"], "models of images are not built"),
+        (["--tokenizer-type", "NullMultimodalTokenizer"], "models of images are not built"),
+        (["--tokenizer-type", "SFTTokenizer"], "use HuggingFaceTokenizer for text"),
         (["--dataloader-type", "external"], "use single or cyclic"),
         (["--optimizer", "muon"], "use adam"),
     ],
@@ -124,9 +127,9 @@ def test_other_ranks_do_not_repeat_the_notes(caplog, monkeypatch):
 # A choice of what Megatron-LM's releases from 23.08 on know and our own flags do not.
 MEGATRON_LM = """
 decoupled-lr decoupled-min-lr empty-unused-memory-level fp8-format fp8-margin fp8-interval
-fp8-amax-history-len fp8-amax-compute-algo tiktoken-pattern tiktoken-num-special-tokens use-cpu-initialization
+fp8-amax-history-len fp8-amax-compute-algo use-cpu-initialization
 no-persist-layer-norm log-progress timing-log-level timing-log-option no-initialization
-ckpt-fully-parallel-save ckpt-fully-parallel-load use-dist-ckpt dist-ckpt-format skip-train full-validation
+ckpt-fully-parallel-save ckpt-fully-parallel-load use-dist-ckpt dist-ckpt-format skip-train
 save-retain-interval use-rope-scaling squared-relu use-torch-fsdp2
 data-args-path barrier-with-L1-time no-barrier-with-level-1-timing wandb-save-dir use-sharp
 use-ring-exchange-p2p standalone-embedding-stage overlap-p2p-communication no-overlap-p2p-communication
@@ -172,7 +175,7 @@ def test_unknown_and_refused_flags_are_said_together(capsys):
 
 
 def test_names_of_flags_that_mean_something_else_are_not_hinted_at(capsys):
-    for name in ("--eval-batch-size", "--lr-head", "--data-seed", "--log-dir-x", "--save-x-steps"):
+    for name in ("--eval-size-x", "--lr-head", "--data-seed", "--log-dir-x", "--save-x-steps"):
         assert outcome(capsys, name, "3")[1].endswith(f"unknown flag {name}\n")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import parse_arguments, resolve
-from megatron.training.plan import batch_plan
+from megatron.training.plan import batch_plans
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 GPT2_VOCABULARY = 50257
@@ -42,7 +42,8 @@ def _flags(script: str, tmp_path: Path) -> list[str]:
 )
 def test_flags_make_the_run_that_the_script_names(script, world_size, parameters, replicas, tmp_path):
     config = resolve(parse_arguments(_flags(script, tmp_path), "test"), None, GPT2_VOCABULARY, world_size)
-    assert batch_plan(config, world_size).data_parallel_size == replicas
+    plans = batch_plans(config, world_size).values()
+    assert {plan.data_parallel_size for plan in plans} == {replicas}
     model = config.model
     layers, h, v, s = model.num_layers, model.hidden_size, GPT2_VOCABULARY, model.seq_length
     # Narayanan et al. 2021, eq. 2.

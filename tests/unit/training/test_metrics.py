@@ -34,6 +34,7 @@ RECORD = IterationRecord(
     nan=False,
     global_batch_size=128,
     elapsed_ms=123.4,
+    data_ms=1.5,
     tokens_per_second=1062230.0,
     tflops_per_device=56.7,
     memory={"allocated": 1, "max_allocated": 2, "reserved": 3, "max_reserved": 4},
@@ -151,6 +152,7 @@ def test_json_lines(tmp_path):
         "global_batch_size": 128,
         "tokens_per_second": 1062230.0,
         "elapsed_ms": 123.4,
+        "data_ms": 1.5,
         "tflops_per_device": 56.7,
         "peak_memory_bytes": 2,
     }
@@ -212,6 +214,7 @@ def test_tensorboard_scalars_have_the_names_that_others_know(tmp_path):
     }
     by_iteration = {
         "iteration-time": 0.1234,
+        "data-time": 0.0015,
         "throughput": 56.7,
         "mem-allocated-bytes": 1,
         "mem-max-allocated-bytes": 2,

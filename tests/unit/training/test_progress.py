@@ -6,7 +6,7 @@ from megatron.training.progress import LossWindow, Progress, StepOutcome
 
 
 def outcome(loss, *, updated=True):
-    return StepOutcome({"lm loss": loss}, 0.1, 0.01, 1.0, updated=updated)
+    return StepOutcome({"lm loss": loss}, 0.1, 0.01, 1.0, 8, updated=updated)
 
 
 def test_counters_go_through_a_checkpoint():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import CyclicSampler, SequentialSampler
+from megatron.core.datasets.samplers import CyclicSampler, SequentialSampler, WholeSampler
 
 GOLDEN_EPOCH_0 = [8, 0, 5, 9, 7, 4, 2, 10, 3, 1, 11, 6]
 
@@ -90,3 +90,16 @@ def test_cyclic_batches_span_epochs_without_losing_a_sample():
 def test_empty_dataset_is_refused():
     with pytest.raises(ValueError, match="a dataset of 0 samples gives no batch"):
         SequentialSampler(0, 0, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1)
+
+
+def test_a_whole_pass_has_every_sample_once_and_full_global_batches():
+    samplers = [
+        WholeSampler(21, 8, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2)
+        for rank in (0, 1)
+    ]
+    first, second = (list(sampler) for sampler in samplers)
+    assert len(first) == len(second) == len(samplers[0]) == 6
+    assert first[:2] == [[0, 1], [4, 5]]
+    assert first[-2:] == [[16, 17], [20, -1]]
+    assert second[-2:] == [[18, 19], [-1, -1]]
+    assert list(samplers[0]) == first
