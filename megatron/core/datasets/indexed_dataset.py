@@ -1,25 +1,11 @@
-"""Tokenized text in a pair of files, ``prefix.bin`` and ``prefix.idx``: a memory-mapped reader, and a writer.
+"""Tokenized text in a pair of files, ``prefix.bin`` and ``prefix.idx``: a reader, and a writer.
 
-The format is that of the Megatron family (``MMIDIDX``, version 1), all integers little-endian:
-
-========================  ===========================================================================
-bytes of ``.idx``         field
-========================  ===========================================================================
-9                         magic: ``MMIDIDX`` and two zero bytes
-8, 1                      version (uint64, 1), code of the token type (uint8)
-8, 8                      S, the number of sequences; D, the number of documents + 1 (uint64 each)
-4 S                       tokens in each sequence (int32)
-8 S                       offset of each sequence in ``.bin``, in bytes (int64)
-8 D                       document index: sequences before each document, and S at the end (int64)
-S, optional               a mode per sequence (int8), which text data does not need
-========================  ===========================================================================
-
-``.bin`` is the tokens one after another, nothing else. A document without tokens has an entry in the document
+``.bin`` is the tokens one after another, nothing else; ``.idx`` says where each sequence and each document
+begins, see :mod:`megatron.core.datasets.index_format`. A document without tokens has an entry in the document
 index and no sequence.
 """
 
 import os
-import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,143 +15,75 @@ from typing import Any, BinaryIO, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.index_format import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    LONGEST_SEQUENCE,
+    MAGIC,
+    VERSION,
+    check_ends,
+    check_entries,
+    map_index,
+)
+from megatron.core.datasets.index_format import best_dtype as best_dtype
 from megatron.core.datasets.prefix import check_prefix
+from megatron.core.datasets.token_reader import FileTokens, MappedTokens, TokenReader
 
-MAGIC: Final = b"MMIDIDX\x00\x00"
-VERSION: Final = 1
-HEADER: Final = struct.Struct("<9sQBQQ")
-DTYPES: Final[dict[int, np.dtype[Any]]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-CHUNK: Final = 1 << 20
-"""Index entries that are checked, or laid out for writing, at a time: it needs little memory."""
-LONGEST_SEQUENCE: Final = 2**31 - 1
-
-
-def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The token type that a writer uses for a vocabulary: uint16 below 65,500 entries, else int32."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+COPY_BYTES: Final = 1 << 24
+"""Size of a block in which the tokens of another dataset are copied."""
 
 
 class IndexedDataset:
-    """Read access to the sequences of one prefix, checked whole when it is opened.
+    """Read access to the sequences of one prefix.
 
-    Nothing is read until it is asked for; the two files are memory-mapped, and mapped anew where the object
-    is unpickled.
+    Opening maps the index and checks its header, the ends of its arrays and the sizes of both files, at a
+    cost that does not grow with the data: each of thousands of ranks opens each dataset. :meth:`verify`
+    checks the rest. Nothing else is read until it is asked for. Where the object is unpickled, the files are
+    opened anew.
+
+    Args:
+        prefix: path of the two files, without their suffixes.
+        mmap: map the tokens into memory too; else each request reads the file, and a read that fails is tried
+            again.
 
     Attributes:
         prefix: path of the two files, without their suffixes.
         dtype: type of a token.
         sequence_lengths: [S] int32, tokens in each sequence.
         document_indices: [D] int64, sequences before each document, and S at the end.
+
+    Raises:
+        ValueError: if a file is missing, cut off or damaged; with the file, what was found and expected.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True) -> None:
         self.prefix = os.fspath(prefix)
+        self.mmap = mmap
         check_prefix(self.prefix)
+        self._index_path, self._tokens_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         self._open()
-        self._check()
+        check_ends(self._index_path, self._fields, self._tokens_path)
 
     def _open(self) -> None:
         self._index_path, self._tokens_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
-        index_size = self._index_path.stat().st_size
-        if index_size < HEADER.size:
-            raise ValueError(
-                f"{self._index_path}: {index_size} bytes, but the header alone has {HEADER.size}; "
-                "the file is cut off or is no index"
-            )
-        raw = np.memmap(self._index_path, dtype=np.uint8, mode="r").view(np.ndarray)
-        self.dtype, sequences, entries = self._header(raw[: HEADER.size].tobytes())
-        lengths_end = HEADER.size + 4 * sequences
-        offsets_end = lengths_end + 8 * sequences
-        documents_end = offsets_end + 8 * entries
-        if index_size not in (documents_end, documents_end + sequences):
-            raise ValueError(
-                f"{self._index_path}: {index_size} bytes, but its header ({sequences} sequences, {entries} "
-                f"document-index entries) makes {documents_end}, or {documents_end + sequences} with modes; "
-                "the file is cut off or damaged"
-            )
-        self.sequence_lengths: npt.NDArray[np.int32] = raw[HEADER.size : lengths_end].view("<i4")
-        self._offsets: npt.NDArray[np.int64] = raw[lengths_end:offsets_end].view("<i8")
-        self.document_indices: npt.NDArray[np.int64] = raw[offsets_end:documents_end].view("<i8")
-        self._tokens = self._map_tokens()
+        self._fields = map_index(self._index_path)
+        self.dtype = self._fields.dtype
+        self.sequence_lengths = self._fields.lengths
+        self.document_indices = self._fields.documents
+        reader = MappedTokens if self.mmap else FileTokens
+        self._tokens: TokenReader = reader(self._tokens_path, self.dtype)
+        self._verified = False
 
-    def _header(self, header: bytes) -> tuple[np.dtype[Any], int, int]:
-        magic, version, code, sequences, entries = HEADER.unpack(header)
-        if magic != MAGIC:
-            raise ValueError(f"{self._index_path}: starts with {magic!r}, but an index starts with {MAGIC!r}")
-        if version != VERSION:
-            raise ValueError(
-                f"{self._index_path}: version {version} of the index format; only version {VERSION} is known"
-            )
-        if code not in DTYPES:
-            known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
-            raise ValueError(f"{self._index_path}: token type code {code} is none of {known}")
-        return DTYPES[code], sequences, entries
+    def verify(self) -> None:
+        """Walk the whole index, once in the life of this object: lengths, places, and order of documents.
 
-    def _map_tokens(self) -> npt.NDArray[Any]:
-        size = self._tokens_path.stat().st_size
-        if size % self.dtype.itemsize:
-            raise ValueError(
-                f"{self._tokens_path}: {size} bytes, which is no whole number of {self.dtype.name} tokens"
-            )
-        if size == 0:  # an empty file can't be mapped
-            return np.empty(0, self.dtype)
-        return np.memmap(self._tokens_path, dtype=self.dtype, mode="r").view(np.ndarray)
-
-    def _check(self) -> None:
-        expected = 0
-        for start in range(0, len(self), CHUNK):
-            lengths = self.sequence_lengths[start : start + CHUNK].astype(np.int64)
-            if lengths.min() < 0:
-                at = start + int(np.argmax(lengths < 0))
-                raise ValueError(
-                    f"{self._index_path}: sequence {at} has the negative length {self.sequence_lengths[at]}"
-                )
-            ends = expected + np.cumsum(lengths * self.dtype.itemsize)
-            starts = np.concatenate(([expected], ends[:-1]))
-            wrong = starts != self._offsets[start : start + CHUNK]
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise ValueError(
-                    f"{self._index_path}: sequence {start + at} is said to lie at byte "
-                    f"{self._offsets[start + at]}, but the sequences before it end at byte {starts[at]}"
-                )
-            expected = int(ends[-1])
-        found = self._tokens_path.stat().st_size
-        if found != expected:
-            raise ValueError(
-                f"{self._tokens_path}: {found} bytes, but {self._index_path} describes {expected} "
-                f"({expected // self.dtype.itemsize} tokens of {self.dtype.itemsize} bytes); "
-                "the two files are not of one run, or one is cut off"
-            )
-        self._check_documents()
-
-    def _check_documents(self) -> None:
-        documents = self.document_indices
-        if len(documents) == 0 or documents[0] != 0:
-            found = "is empty" if len(documents) == 0 else f"starts with {documents[0]}"
-            raise ValueError(f"{self._index_path}: the document index {found}; it must start with 0")
-        if documents[-1] != len(self):
-            raise ValueError(
-                f"{self._index_path}: the document index ends with {documents[-1]}; it must end with the "
-                f"number of sequences, {len(self)}"
-            )
-        for start in range(0, len(documents) - 1, CHUNK):
-            falls = np.diff(documents[start : start + CHUNK + 1]) < 0
-            if falls.any():
-                at = start + int(np.argmax(falls))
-                raise ValueError(
-                    f"{self._index_path}: the document index falls from {documents[at]} to "
-                    f"{documents[at + 1]} at document {at + 1}; it must never fall"
-                )
+        Raises:
+            ValueError: for the first entry that can't be right, with what was found and expected.
+        """
+        if not self._verified:
+            check_entries(self._index_path, self._fields)
+            self._verified = True
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -184,10 +102,22 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all sequences."""
-        return len(self._tokens)
+        return self._tokens.count
+
+    def count_tokens(self, start: int, stop: int) -> int:
+        """Number of tokens in sequences ``start`` to ``stop``, from two entries of the index."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"{self.prefix}: no sequences {start} to {stop}; there are {len(self)}")
+        return self._first_token(stop) - self._first_token(start)
+
+    def _first_token(self, index: int) -> int:
+        """Tokens before a sequence."""
+        if index == len(self):
+            return self._tokens.count
+        return self._fields.offsets.item(index) // self.dtype.itemsize
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Tokens of one sequence, or of a part of it: [length], a read-only view of the file.
+        """Tokens of one sequence, or of a part of it: [length], not to be written to.
 
         Args:
             index: the sequence, from 0.
@@ -196,21 +126,22 @@ class IndexedDataset:
 
         Raises:
             IndexError: if the file has no such sequence, or the sequence no such part.
+            OSError: if the file can't be read (only without ``mmap``).
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix}: no sequence {index}; there are {len(self)}")
-        whole = int(self.sequence_lengths[index])
+        whole = self.sequence_lengths.item(index)
         stop = whole if length is None else offset + length
         if not 0 <= offset <= stop <= whole:
             raise IndexError(
                 f"{self.prefix}: sequence {index} has {whole} tokens; asked for {offset} to {stop}"
             )
-        first = int(self._offsets[index]) // self.dtype.itemsize
-        return self._tokens[first + offset : first + stop]
+        first = self._fields.offsets.item(index) // self.dtype.itemsize
+        return self._tokens.read(first + offset, first + stop)
 
     def tokens(self, start: int, count: int) -> npt.NDArray[Any]:
-        """Tokens ``start`` to ``start + count`` of all sequences laid end to end; a read-only view."""
-        return self._tokens[start : start + count]
+        """Tokens ``start`` to ``start + count`` of all sequences laid end to end; not to be written to."""
+        return self._tokens.read(start, min(start + count, self._tokens.count))
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         """All tokens of one sequence."""
@@ -225,11 +156,11 @@ class IndexedDataset:
             **{suffix: [stat.st_size, stat.st_mtime_ns] for suffix, stat in stats.items()},
         }
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"prefix": self.prefix}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"prefix": self.prefix, "mmap": self.mmap}
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.prefix = state["prefix"]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.prefix, self.mmap = state["prefix"], state["mmap"]
         self._open()
 
 
@@ -312,6 +243,23 @@ class IndexedDatasetBuilder:
         self._file.write(self._encode(flat).data)
         self._documents.frombytes((self.num_sequences + np.cumsum(counts)).tobytes())
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Add all documents of another dataset; its tokens are copied in large blocks.
+
+        Raises:
+            ValueError: if its index is damaged, or a token does not fit the token type.
+        """
+        assert self._file is not None, "the builder is closed"
+        dataset.verify()
+        block = COPY_BYTES // dataset.dtype.itemsize
+        for start in range(0, dataset.num_tokens, block):
+            self._file.write(self._encode(dataset.tokens(start, block)).data)
+        before = self.num_sequences
+        for start in range(1, len(dataset.document_indices), CHUNK):
+            self._documents.frombytes((before + dataset.document_indices[start : start + CHUNK]).tobytes())
+        for start in range(0, len(dataset), CHUNK):
+            self._lengths.frombytes(dataset.sequence_lengths[start : start + CHUNK].tobytes())
 
     def _encode(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if tokens.size and self.dtype.kind in "iu" and tokens.dtype != self.dtype:

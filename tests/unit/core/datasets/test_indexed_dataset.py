@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from megatron.core.datasets import index_format
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
 
 GOLDEN_INDEX = bytes.fromhex(
@@ -184,23 +185,64 @@ DAMAGE = {
     "document end": (index_bytes([2], [0, 2]), "document index ends with 2; .* number of sequences, 1"),
     "document start": (index_bytes([2], [1, 1]), "document index starts with 1; it must start with 0"),
     "no documents": (index_bytes([2], []), "document index is empty"),
-    "document order": (index_bytes([1, 1], [0, 2, 1, 2]), "falls from 2 to 1 at document 2"),
     "negative length": (index_bytes([3, -1], [0, 2]), "sequence 1 has the negative length -1"),
-    "offsets": (
+    "first offset": (
         index_bytes([1, 1], [0, 2], offsets=[2, 4]),
         "sequence 0 is said to lie at byte 2, .* byte 0",
+    ),
+    "last offset": (
+        index_bytes([2, 0], [0, 2], offsets=[0, 2]),
+        "sequence 1 is said to lie at byte 2, .* byte 4",
+    ),
+    "documents as modes": (
+        index_bytes([1, 1, 0, 0, 0, 0, 0, 0], [0, 2]) + struct.pack("<q", 8),
+        "document index ends with 2; .* number of sequences, 8",
+    ),
+    "one document too few": (
+        index_bytes([1, 1, 0, 0, 0, 0, 0, 0], [0, 8]) + struct.pack("<q", 8),
+        "counts 2 document-index entries, but 1 more, all 8, follow",
     ),
     "tokens": (index_bytes([3], [0, 1]), r"4 bytes, but .* describes 6 \(3 tokens of 2 bytes\)"),
 }
 
 
+@pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_told_apart(tmp_path, name):
+def test_damage_is_told_apart_on_opening(tmp_path, name, mmap):
     content, message = DAMAGE[name]
     (tmp_path / "a.idx").write_bytes(content)
     (tmp_path / "a.bin").write_bytes(b"\1\0\2\0")
     with pytest.raises(ValueError, match=rf"{tmp_path}/a\..*{message}"):
-        IndexedDataset(tmp_path / "a")
+        IndexedDataset(tmp_path / "a", mmap=mmap)
+
+
+DEEP_DAMAGE = {
+    "document order": (index_bytes([1, 1], [0, 2, 1, 2]), "falls from 2 to 1 at document 2"),
+    "negative length": (index_bytes([3, -2, 1], [0, 3]), "sequence 1 has the negative length -2"),
+    "offset": (
+        index_bytes([1, 0, 1], [0, 3], offsets=[0, 4, 2]),
+        "sequence 1 is said to lie at byte 4, .* byte 2",
+    ),
+    "offset back": (
+        index_bytes([0, 2, 0], [0, 3], offsets=[0, 0, 4]),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+@pytest.mark.parametrize("name", DEEP_DAMAGE)
+def test_damage_inside_is_found_by_the_whole_walk(tmp_path, monkeypatch, name, chunk):
+    monkeypatch.setattr(index_format, "CHUNK", chunk)
+    content, message = DEEP_DAMAGE[name]
+    (tmp_path / "a.idx").write_bytes(content)
+    (tmp_path / "a.bin").write_bytes(b"\1\0\2\0")
+    dataset = IndexedDataset(tmp_path / "a")
+    if message is None:  # an index that is right
+        dataset.verify()
+        return
+    with pytest.raises(ValueError, match=rf"{tmp_path}/a\.idx: .*{message}"):
+        dataset.verify()
 
 
 def test_index_with_modes_is_read(tmp_path):
