@@ -100,16 +100,12 @@ def moved(config: TokenizerConfig, arguments: argparse.Namespace) -> TokenizerCo
     Raises:
         ValueError: for a path that this kind of tokenizer does not take.
     """
-    kind = config.tokenizer_type
-    takes: dict[str, tuple[str, ...]] = {
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "NullTokenizer": (),
-    }
-    names = takes.get(kind or "", ("tokenizer_model",))
+    names = config.files
     given = {name: getattr(arguments, name) for name in _PATHS if getattr(arguments, name)}
     for name in given:
         if name not in names:
             wanted = " and ".join(map(_spelling, names)) or "no file"
+            kind = config.tokenizer_type
             raise ValueError(f"{_spelling(name)}: the checkpoint has a {kind}, which takes {wanted}")
     return replace(config, **given)
 

@@ -37,10 +37,6 @@ _TENSORBOARD: Final = (
 _RESUMING: Final = "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
 
 
-def _kind_of_tokenizer(*kinds: str | None) -> Callable[[RunConfig], bool]:
-    return lambda config: config.tokenizer.tokenizer_type in kinds
-
-
 def _has_one_dataset(config: RunConfig) -> bool:
     data = config.data
     paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -56,27 +52,6 @@ def _has_no_warmup(config: RunConfig) -> bool:
     schedule = config.schedule
     return not (schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction)
 
-
-_TOKENIZER: Final = (
-    _Rule(
-        "tokenizer",
-        "vocab_file merge_file",
-        lambda config: config.tokenizer.tokenizer_type != "GPT2BPETokenizer",
-        "without --tokenizer-type GPT2BPETokenizer",
-    ),
-    _Rule(
-        "tokenizer",
-        "tokenizer_model",
-        _kind_of_tokenizer("GPT2BPETokenizer"),
-        "with --tokenizer-type GPT2BPETokenizer, which reads --vocab-file and --merge-file",
-    ),
-    _Rule(
-        "tokenizer",
-        "tokenizer_model parse_special_tokens",
-        _kind_of_tokenizer("NullTokenizer", None),
-        "without a --tokenizer-type that reads text",
-    ),
-)
 
 _MODEL: Final = (
     _Rule(
@@ -288,8 +263,8 @@ def flags_without_effect(config: RunConfig, given: Collection[str]) -> list[str]
         config: the settings of a command line, not yet resolved.
         given: fields whose flags are on it. Of a switch only what differs from its default counts.
     """
-    lines = []
-    for rule in (*_TOKENIZER, *_MODEL, *_UPDATES, *_LAYOUT, *_RUN):
+    lines = tokenizer_flags_without_effect(config.tokenizer, given)
+    for rule in (*_MODEL, *_UPDATES, *_LAYOUT, *_RUN):
         if type(config.model) is not TransformerConfig and rule in _MODEL:
             continue  # the checkpoint says what the model is
         section = config_sections()[rule.section]
@@ -306,17 +281,27 @@ def flags_without_effect(config: RunConfig, given: Collection[str]) -> list[str]
     return lines
 
 
-def tokenizer_flags_without_effect(config: TokenizerConfig) -> list[str]:
-    """The same of a tokenizer's flags alone, for a program that has no other settings of a run."""
-    reads = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ()}
-    read = reads.get(config.tokenizer_type or "", ("tokenizer_model",))
-    files = ("vocab_file", "merge_file", "tokenizer_model")
+def tokenizer_flags_without_effect(
+    config: TokenizerConfig, given: Collection[str] | None = None
+) -> list[str]:
+    """The same of a tokenizer's flags alone.
+
+    Args:
+        config: the settings.
+        given: fields whose flags are on the command line; by default those that differ from their defaults.
+    """
     flags = [
         flag
         for flag in flags_of(TokenizerConfig)
-        if flag.dest in files and flag.dest not in read and getattr(config, flag.dest) is not None
+        if flag.dest not in config.reads
+        and getattr(config, flag.dest) != flag.default
+        and (given is None or flag.dest in given)
     ]
-    return [_line(flags, f"with --tokenizer-type {config.tokenizer_type}")] if flags else []
+    kind = config.tokenizer_type
+    files = [flag.spellings[0] for flag in flags_of(TokenizerConfig) if flag.dest in config.files]
+    reads = f", which reads {' and '.join(files)}" if files else ", which reads no file"
+    with_what = f"with --tokenizer-type {kind}{reads}" if kind else "without --tokenizer-type"
+    return [_line(flags, with_what)] if flags else []
 
 
 def _asks_for_something(flag: Flag, value: Any) -> bool:

@@ -2,32 +2,64 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.core.tokenizers.tokenizer import Tokenizer, digest, named_file
+from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers.tokenizer import (
+    NO_TEXT_HOLDS,
+    Tokenizer,
+    digest,
+    extend_vocabulary,
+    named_file,
+    sentinel_names,
+    utf8,
+)
 
 GPT2_END: Final = "<|endoftext|>"
-KNOWN_BEGINNINGS: Final = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
-KNOWN_ENDS: Final = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-KNOWN_PADS: Final = ("<pad>", "<|pad|>", "<|padding|>", "[PAD]")
+KNOWN_NAMES: Final = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"),
+    "eos": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"),
+    "pad": ("<pad>", "<|pad|>", "<|padding|>", "[PAD]"),
+    "cls": ("[CLS]", "<cls>"),
+    "sep": ("[SEP]", "<sep>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+"""Names under which a list of special tokens may have each of them, the likeliest first."""
 
-NO_TEXT_HOLDS: Final = "\U0010ffff"
-"""A code point that Unicode keeps free of characters for good."""
 
-ControlNames = tuple[str | None, str | None, str | None]
-"""Names of the beginning, end and padding token."""
+@dataclass(frozen=True)
+class SpecialNames:
+    """What the special tokens of a vocabulary are called; None for those that it does not have."""
+
+    bos: str | None = None
+    eos: str | None = None
+    pad: str | None = None
+    cls: str | None = None
+    sep: str | None = None
+    mask: str | None = None
+
+    def named(self) -> list[tuple[str, str]]:
+        """The fields that are not None."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(role, name) for role, name in values if name is not None]
 
 
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the ``tokenizers`` library.
 
     Args:
+        name: the ``--tokenizer-type``.
+        source: the flags and files it comes from.
         spec: the content of a ``tokenizer.json``.
-        control: names of its beginning, end and padding token, where it has them.
+        special: names of its special tokens.
+        num_sentinels: the value of ``--vocab-extra-ids``; sentinels that the vocabulary lacks follow it.
         parse_special_tokens: read the names of special tokens that occur in a text as those tokens.
         files: contents of the files that it was made from.
     """
@@ -37,23 +69,29 @@ class LibraryTokenizer(Tokenizer):
         name: str,
         source: str,
         spec: dict[str, Any],
-        control: ControlNames,
+        special: SpecialNames,
+        *,
+        num_sentinels: int,
         parse_special_tokens: bool,
         files: Sequence[bytes],
     ) -> None:
         self.name, self.source = name, source
+        spec, sentinels = _with_sentinels(spec, num_sentinels, source)
         self._library = load_library_tokenizer(spec, source)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.bos, self.eos, self.pad = (vocabulary.get(token or "") for token in control)
+        self.bos = self.eos = self.pad = None
+        for role, token in special.named():
+            setattr(self, role, vocabulary.get(token))
+        self.sentinels = tuple(sentinels.values())
         self._encoder = self._library
         if not parse_special_tokens:
-            special = {token["content"] for token in spec.get("added_tokens") or () if token.get("special")}
-            special |= {token for token in control if token in vocabulary}
-            self._encoder = load_library_tokenizer(without_special_text(spec, special), source)
+            markers = {token["content"] for token in spec.get("added_tokens") or () if token.get("special")}
+            markers |= {token for _, token in special.named() if token in vocabulary}
+            self._encoder = load_library_tokenizer(without_special_text(spec, markers), source)
         self._encoder.no_truncation()
         self._encoder.no_padding()
-        self.encoder_json = self._encoder.to_str()
+        self._word_piece = spec["model"] if spec["model"].get("type") == "WordPiece" else None
         self.identity = {
             "type": name,
             "vocab_size": self.vocab_size,
@@ -62,35 +100,80 @@ class LibraryTokenizer(Tokenizer):
             "sha256": digest(*files),
         }
 
+    @property
+    def encoder_json(self) -> str:
+        """Content of a ``tokenizer.json`` that gives the ids of ``encode``."""
+        content: str = self._encoder.to_str()
+        return content
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text; nothing is put before or after."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, each as ``encode`` gives them."""
-        # The fast call leaves out the position of each token in the text, a fifth of the time.
-        return [found.ids for found in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            # The fast call leaves out the position of each token in the text, a fifth of the time.
+            found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                utf8(text)  # says what the library does not
+            raise
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some ids, special tokens spelled out."""
         text: str = self._library.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def continues_word(self) -> npt.NDArray[np.bool_]:
+        """[v] whether a piece goes on with the word of the piece before it: it begins with ``##``.
 
-def gpt2_bpe_tokenizer(
-    vocab_file: str | None, merge_file: str | None, parse_special_tokens: bool
-) -> LibraryTokenizer:
+        Raises:
+            ValueError: if the vocabulary is not of word pieces.
+        """
+        if self._word_piece is None:
+            return super().continues_word()
+        prefix = self._word_piece.get("continuing_subword_prefix", "##")
+        continues = np.zeros(self.vocab_size, np.bool_)
+        for piece, token_id in self._word_piece["vocab"].items():
+            continues[token_id] = piece.startswith(prefix)
+        return continues
+
+
+def _with_sentinels(
+    spec: dict[str, Any], num_sentinels: int, source: str
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tokenizer with sentinels among its special tokens, and their ids by name."""
+    if not num_sentinels:
+        return spec, {}
+    vocabulary = load_library_tokenizer(spec, source).get_vocab(with_added_tokens=True)
+    size = max(vocabulary.values(), default=-1) + 1
+    ids = extend_vocabulary(sentinel_names(num_sentinels), vocabulary, size)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    there = {token["content"]: token for token in spec.get("added_tokens") or ()}
+    new = {name: {"id": token_id, "content": name, **plain} for name, token_id in ids.items()}
+    kept = {name: {**token, "special": token["special"] or name in ids} for name, token in there.items()}
+    added = sorted({**new, **kept}.values(), key=lambda token: int(token["id"]))
+    model = spec["model"]
+    if isinstance(model.get("vocab"), dict):
+        # An added token has the id that the vocabulary gives its name, and only otherwise the next free one.
+        model = {**model, "vocab": {**model["vocab"], **ids}}
+    return {**spec, "added_tokens": added, "model": model}, ids
+
+
+def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     """GPT-2's byte-level BPE from its two files, ``vocab.json`` and ``merges.txt``.
 
-    ``<|endoftext|>`` is the end of a document where the vocabulary has it; there is no beginning or padding.
+    ``<|endoftext|>`` is the end of a document where the vocabulary has it; there are no other special tokens.
 
     Raises:
         ValueError: if a file is missing or is not of its kind.
     """
     kind = "GPT2BPETokenizer"
-    vocab_path = named_file("--vocab-file", vocab_file, kind, "a vocab.json")
-    merge_path = named_file("--merge-file", merge_file, kind, "a merges.txt")
-    source = f"--vocab-file {vocab_file} --merge-file {merge_file}"
+    vocab_path = named_file("--vocab-file", config.vocab_file, kind, "a vocab.json")
+    merge_path = named_file("--merge-file", config.merge_file, kind, "a merges.txt")
+    source = f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
     vocabulary = read_json(vocab_path)
     if not all(isinstance(token_id, int) for token_id in vocabulary.values()):
         raise ValueError(f"{vocab_path}: not a vocab.json, which maps tokens to ids")
@@ -104,21 +187,27 @@ def gpt2_bpe_tokenizer(
     end = GPT2_END if GPT2_END in vocabulary else None
     if end is not None:
         library.add_special_tokens([end])
-    spec, files = json.loads(library.to_str()), (vocab_path.read_bytes(), merge_path.read_bytes())
-    return LibraryTokenizer(kind, source, spec, (None, end, None), parse_special_tokens, files)
+    return LibraryTokenizer(
+        kind,
+        source,
+        json.loads(library.to_str()),
+        SpecialNames(eos=end),
+        num_sentinels=config.vocab_extra_ids,
+        parse_special_tokens=config.parse_special_tokens,
+        files=(vocab_path.read_bytes(), merge_path.read_bytes()),
+    )
 
 
-def hugging_face_tokenizer(tokenizer_model: str | None, parse_special_tokens: bool) -> LibraryTokenizer:
+def hugging_face_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     """The tokenizer of a ``tokenizer.json``, or of a folder that holds one; never downloaded.
 
-    Its beginning, end and padding token are, each:
+    Its beginning, end, padding, classification, separator and mask token are, each:
 
-    1. ``bos_token``, ``eos_token`` or ``pad_token`` of a ``tokenizer_config.json`` in the same folder, where
-       that file names one (as a string or as an object with ``content``); a name that isn't in the vocabulary
-       counts as none;
-    2. otherwise the first of these names that ``tokenizer.json`` lists among its added tokens as special:
-       ``<|endoftext|> </s> <|end_of_text|> <eos>`` for the end, ``<s> <|begin_of_text|> <bos>
-       <|startoftext|>`` for the beginning, ``<pad> <|pad|> <|padding|> [PAD]`` for padding;
+    1. ``bos_token``, ``eos_token``, ``pad_token``, ``cls_token``, ``sep_token`` or ``mask_token`` of a
+       ``tokenizer_config.json`` in the same folder, where that file names one (as a string or as an object
+       with ``content``); a name that isn't in the vocabulary counts as none;
+    2. otherwise the first of its :data:`KNOWN_NAMES` that ``tokenizer.json`` lists among its added tokens as
+       special: ``<|endoftext|> </s> <|end_of_text|> <eos>`` for the end;
     3. otherwise none.
 
     The end of sequence is the end of a document. The post-processor of the file, which may put tokens before
@@ -127,22 +216,26 @@ def hugging_face_tokenizer(tokenizer_model: str | None, parse_special_tokens: bo
     Raises:
         ValueError: if there is no such file, or it is no tokenizer.
     """
-    path = _tokenizer_json(tokenizer_model)
+    path = _tokenizer_json(config.tokenizer_model)
     spec = read_json(path)
     if "model" not in spec:
         keys = ", ".join(map(repr, list(spec)[:5]))
         raise ValueError(f"{path}: not a tokenizer.json: it has no key 'model' (keys: {keys})")
     special = [token["content"] for token in spec.get("added_tokens") or () if token.get("special")]
-    config_path = path.with_name("tokenizer_config.json")
-    config = read_json(config_path) if config_path.is_file() else {}
-    control = (
-        _control_name(config.get("bos_token"), KNOWN_BEGINNINGS, special),
-        _control_name(config.get("eos_token"), KNOWN_ENDS, special),
-        _control_name(config.get("pad_token"), KNOWN_PADS, special),
+    beside = path.with_name("tokenizer_config.json")
+    named = read_json(beside) if beside.is_file() else {}
+    names = {
+        role: _special_name(named.get(f"{role}_token"), known, special) for role, known in KNOWN_NAMES.items()
+    }
+    return LibraryTokenizer(
+        "HuggingFaceTokenizer",
+        f"--tokenizer-model {config.tokenizer_model}",
+        spec,
+        SpecialNames(**names),
+        num_sentinels=config.vocab_extra_ids,
+        parse_special_tokens=config.parse_special_tokens,
+        files=(path.read_bytes(),),
     )
-    source = f"--tokenizer-model {tokenizer_model}"
-    files = (path.read_bytes(),)
-    return LibraryTokenizer("HuggingFaceTokenizer", source, spec, control, parse_special_tokens, files)
 
 
 def _tokenizer_json(tokenizer_model: str | None) -> Path:
@@ -163,7 +256,7 @@ def _tokenizer_json(tokenizer_model: str | None) -> Path:
     return named_file("--tokenizer-model", tokenizer_model, "HuggingFaceTokenizer", what)
 
 
-def _control_name(named: Any, known: Sequence[str], special: Sequence[str]) -> str | None:
+def _special_name(named: Any, known: Sequence[str], special: Sequence[str]) -> str | None:
     if isinstance(named, dict):
         named = named.get("content")
     if isinstance(named, str):

@@ -10,12 +10,18 @@ class NullTokenizer(Tokenizer):
 
     Args:
         vocab_size: v, the value of ``--vocab-size``; ids run from 0 to v - 1, and v - 1 ends a document.
+        num_sentinels: the value of ``--vocab-extra-ids``: 0, since ids have no names.
 
     Raises:
-        ValueError: if the size is missing or below 1.
+        ValueError: if the size is missing or below 1, or sentinels are asked for.
     """
 
-    def __init__(self, vocab_size: int | None) -> None:
+    def __init__(self, vocab_size: int | None, num_sentinels: int = 0) -> None:
+        if num_sentinels:
+            raise ValueError(
+                f"--vocab-extra-ids {num_sentinels}: NullTokenizer has numbers, no named tokens such as "
+                "<extra_id_0>; leave the flag out"
+            )
         if vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size: how many ids there are")
         if vocab_size < 1:

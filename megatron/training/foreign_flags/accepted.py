@@ -130,11 +130,6 @@ _DATA_AND_FILES: Final = (
         "main weights are loaded wherever the checkpoint has them", switches="--load-main-params-from-ckpt"
     ),
     *accepted(
-        "it tunes TikTokenizer, which --tokenizer-type does not have",
-        valued="--tiktoken-pattern --tiktoken-num-special-tokens",
-        listed="--tiktoken-special-tokens",
-    ),
-    *accepted(
         "the tokenizer is always the command line's",
         switches="--no-use-tokenizer-model-from-checkpoint-args",
     ),

@@ -25,11 +25,6 @@ _TABLE: Final = (
     *refused(
         "a sentence is kept without the white space around it; leave it out", switches="--keep-newlines"
     ),
-    *refused(
-        "extra tokens belong into the tokenizer's file; leave it out",
-        valued="--vocab-extra-ids",
-        harmless="0",
-    ),
 )
 
 PREPROCESSING_FLAGS: Final[Mapping[str, ForeignFlag]] = {foreign.spelling: foreign for foreign in _TABLE}
