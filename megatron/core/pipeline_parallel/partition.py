@@ -98,23 +98,24 @@ def deal_layers(  # noqa: PLR0913 - what the flags say, one argument each
 
     Returns:
         For each part, in the model's order, the global numbers (from 0) of its layers. A part can be without
-        layers only if ``layout`` says so, or if it holds what is counted as a layer.
+        layers only if ``layout`` says so, or if it holds what is counted as a layer. No stage is empty.
 
     Raises:
         ValueError: naming the flags that don't fit, with their values and what would be valid.
     """
     if stages < 1:
         raise ValueError(f"{STAGES} {stages}: must be at least 1")
+    shape = Schedule(((),) * stages, chunks=chunks, placement=placement)
     accounted = account_for_embedding + account_for_loss
     flags = _flags(first, last, account_for_embedding, account_for_loss)
     if layout is not None:
         if flags:
             raise ValueError(f"{LAYOUT} says what each stage holds: drop {' and '.join(flags)}")
-        return _ranges(read_layout(layout, num_layers, stages * chunks))
+        sizes = read_layout(layout, num_layers, stages * chunks)
+        _check_each_holds_something(sizes, shape, layout)
+        return _ranges(sizes)
     if accounted and (first is not None or last is not None):
         raise ValueError(f"{' and '.join(flags)} contradict each other: give a number of layers, or account")
-    # The last part's stage, on which the loss counts.
-    shape = Schedule(((),) * stages, chunks=chunks, placement=placement)
     if first is not None or last is not None:
         by_stage = _with_given_ends(num_layers, stages, chunks, first, last)
     else:
@@ -147,6 +148,18 @@ def _flags(first: int | None, last: int | None, embedding: bool, loss: bool) -> 
     flags += ["--account-for-embedding-in-pipeline-split"] * embedding
     flags += ["--account-for-loss-in-pipeline-split"] * loss
     return flags
+
+
+def _check_each_holds_something(sizes: Sequence[int], shape: Schedule, layout: str) -> None:
+    """Refuse a stage that has neither layers nor an end of the model: it would have no parameter."""
+    stages = range(len(shape.stages))
+    full = {shape.place(part)[0] for part, size in enumerate(sizes) if size or part in (0, shape.last_part)}
+    for stage in stages:
+        if stage not in full:
+            raise ValueError(
+                f"{LAYOUT} {layout!r} leaves stage {stage} of {STAGES} {len(stages)} with nothing: give it a "
+                "layer (t), or use fewer stages"
+            )
 
 
 def _even(size: int, stages: int, chunks: int, accounted: int) -> list[int]:

@@ -104,13 +104,13 @@ def test_embeddings_and_loss_count_as_layers():
         ("E t*3, | (tt|)*2, t L", [3, 2, 2, 1]),
         ("E||t|L", [0, 0, 1, 0]),
         ("E|((t*2|t|)*2t|)*2L", [0, 2, 1, 2, 1, 1, 2, 1, 2, 1, 1, 0]),
-        ("E(t)(|)*3tL", [1, 0, 0, 1]),
+        ("E(t)(|)*2tL", [1, 0, 1]),
         ("Et*10|t*0|tL", [10, 0, 1]),
         ("EtL", [1]),
     ],
 )
 def test_a_layout_says_what_each_part_holds(layout, sizes):
-    parts = deal_layers(sum(sizes), len(sizes), 1, "loop", layout=layout)
+    parts = deal_layers(sum(sizes), 1, len(sizes), "loop", layout=layout)
     assert [len(part) for part in parts] == sizes
     assert [layer for part in parts for layer in part] == list(range(sum(sizes)))
     if len(sizes) % 2 == 0:
@@ -142,6 +142,34 @@ def test_a_layout_says_what_each_part_holds(layout, sizes):
 def test_other_layouts_are_refused(layout, said):
     with pytest.raises(ValueError, match=rf"--pipeline-model-parallel-layout '.*{said}"):
         deal_layers(2, 3, 1, "loop", layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "chunks", "placement", "stage"),
+    [
+        ("Ett||ttL", 3, 1, "loop", 1),
+        ("E||t|L", 4, 1, "loop", 1),
+        ("Et|||L", 2, 2, "loop", None),  # the second stage has the loss
+        ("E|||t|t|L", 3, 2, "loop", None),
+        ("Ett|t||t||L", 3, 2, "loop", None),
+        ("Ett|||t||L", 3, 2, "loop", 1),
+        ("E|tt|||t|L", 3, 2, "loop", None),
+        ("E|tt|||t|L", 3, 2, "v", 2),
+        ("E|tt||L", 2, 2, "v", None),
+        ("Ett|||L", 2, 2, "v", 1),
+    ],
+)
+def test_a_stage_that_a_layout_leaves_empty_is_refused_and_an_empty_chunk_is_not(
+    layout, stages, chunks, placement, stage
+):
+    layers = layout.count("t")
+    if stage is None:
+        assert sum(_sizes(layers, stages, chunks, placement, layout=layout)) == layers
+        return
+    with pytest.raises(
+        ValueError, match=rf"--pipeline-model-parallel-layout '.*' leaves stage {stage} of --.* {stages} with"
+    ):
+        deal_layers(layers, stages, chunks, placement, layout=layout)
 
 
 def test_a_stage_without_a_layer_is_refused():
