@@ -140,11 +140,16 @@ def _check_sequence(model: TransformerConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_stages(config: RunConfig) -> None:
-    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    if stages > layers and config.parallel.pipeline_model_parallel_layout is None:
+    """Every stage gets a layer, or what counts as one."""
+    parallel, layers = config.parallel, config.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    accounted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    most = layers + accounted
+    if stages > most and parallel.pipeline_model_parallel_layout is None:
+        counted = f" and {accounted} more that are counted as layers" if accounted else ""
         raise ValueError(
-            f"--pipeline-model-parallel-size {stages} is more than --num-layers {layers}: every stage needs "
-            f"a layer, so give at most {layers} stages"
+            f"--pipeline-model-parallel-size {stages} is more than --num-layers {layers}{counted}: every "
+            f"stage needs a layer, so give at most {most} stages"
         )
 
 

@@ -35,6 +35,8 @@ GATHER, ALL_TO_ALL = "--cp-comm-type all_gather ", "--cp-comm-type a2a "
 ZB_H1, ZB_V, GPIPE = (f"--pipeline-schedule {name} " for name in ("zb-h1", "zb-v", "gpipe"))
 FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers 1 "
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp layernorm "
+ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+"""Lets the ends of a model of two layers be parts of their own: stages, or chunks of stages."""
 
 LAYOUTS = {
     # One axis.
@@ -203,6 +205,9 @@ FLOAT64_LAYOUTS = [
     TP2 + ZERO3,
     PP2 + ZERO3,
     PP2 + "--pipeline-model-parallel-layout E|t|t|L " + OVERLAP,
+    PP4 + ACCOUNT,
+    PP2 + ZB_V + ACCOUNT,
+    TP2 + SP + PP2 + VPP2 + ACCOUNT,
 ]
 
 

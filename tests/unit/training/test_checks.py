@@ -78,6 +78,17 @@ REFUSED = [
         "--pipeline-model-parallel-layout 'Ettt|ttL'|--num-layers is 4",
     ),
     (
+        "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||ttL",
+        3,
+        "--pipeline-model-parallel-layout 'Ett||ttL'|stage 1 of --pipeline-model-parallel-size 3",
+    ),
+    (
+        "--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+        7,
+        "--pipeline-model-parallel-size 7|--num-layers 4 and 2 more that are counted|at most 6 stages",
+    ),
+    (
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy "
         "optim_grads_params",
         4,
@@ -162,6 +173,11 @@ def test_nothing_to_train_on():
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tt|tt|L "
             "--global-batch-size 4",
             2,
+        ),
+        (
+            "--pipeline-model-parallel-size 6 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            6,
         ),
         ("--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", 4),
         ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --seq-length 8", 4),
