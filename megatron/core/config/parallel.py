@@ -81,6 +81,7 @@ class ParallelConfig:
             "microbatch_group_size_per_virtual_pipeline_stage",
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
+            "ddp_bucket_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

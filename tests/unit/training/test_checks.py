@@ -124,6 +124,7 @@ WRONG = [
     ("--min-lr 1", ["--min-lr 1", "--lr 0.001"]),
     ("--eval-iters -1", ["--eval-iters -1", "at least 0"]),
     ("--train-iters 0", ["--train-iters 0", "at least 1"]),
+    ("--ddp-bucket-size 0", ["--ddp-bucket-size 0", "at least 1"]),
     ("--seed 0", ["--seed 0", "at least 1"]),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", ["--lr-warmup-fraction", "--lr-warmup-iters"]),
     ("--train-data-path a --data-path b", ["--data-path"]),
