@@ -28,6 +28,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     """
     _check_lengths(config)
     _check_tensor_parallel(config.model, config.parallel.tensor_model_parallel_size)
+    _check_saved_activations(config.model, config.parallel)
     _check_sequence(config.model, config.parallel)
     _check_stages(config)
     _check_world(config, world_size)
@@ -106,6 +107,17 @@ def _check_tensor_parallel(model: TransformerConfig, tensor: int) -> None:
         raise ValueError(
             f"--ffn-hidden-size {model.ffn_size} does not divide by --tensor-model-parallel-size {tensor}: "
             f"give a multiple of {tensor}, such as {-(-model.ffn_size // tensor) * tensor}"
+        )
+
+
+def _check_saved_activations(model: TransformerConfig, parallel: ParallelConfig) -> None:
+    """Layer inputs divide along the hidden dim; under sequence parallelism they are divided already."""
+    tensor = parallel.tensor_model_parallel_size
+    divided = model.distribute_saved_activations and not parallel.sequence_parallel
+    if divided and model.hidden_size % tensor:
+        raise ValueError(
+            f"--distribute-saved-activations: --hidden-size {model.hidden_size} does not divide by "
+            f"--tensor-model-parallel-size {tensor}: leave it out, or give a multiple of {tensor}"
         )
 
 

@@ -30,6 +30,12 @@ REFUSED = [
         6,
         "--num-query-groups 4|--tensor-model-parallel-size 6|1, 2, 4, 12",
     ),
+    (
+        "--recompute-granularity full --distribute-saved-activations --hidden-size 65 --kv-channels 16 "
+        "--tensor-model-parallel-size 2 --vocab-size 9",
+        2,
+        "--distribute-saved-activations|--hidden-size 65|--tensor-model-parallel-size 2|multiple of 2",
+    ),
     ("--pipeline-model-parallel-size 5", 5, "--pipeline-model-parallel-size 5|--num-layers 4|at most 4"),
     (
         "--context-parallel-size 2 --seq-length 30",
@@ -183,6 +189,11 @@ def test_nothing_to_train_on():
         ("--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", 4),
         ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --seq-length 8", 4),
         ("--vocab-size 101 --tensor-model-parallel-size 2", 2),
+        (
+            "--recompute-granularity full --distribute-saved-activations --hidden-size 65 --kv-channels 16 "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            2,
+        ),
         ("--lr-warmup-samples 0", 1),
     ],
 )
