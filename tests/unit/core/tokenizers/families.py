@@ -98,7 +98,11 @@ def _byte_level(folder):
     write_ranks(folder / "ranks.tiktoken", tokens)
     names = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
     names += [f"<SPECIAL_{number}>" for number in range(7, NUM_SPECIAL)]
-    lines = {"cl100k": (GPT4_PATTERN, "ranks.tiktoken"), "v2": (_V2, "ranks.json"), "v1": (_V1, "ranks.json")}
+    lines = {
+        "cl100k": (GPT4_PATTERN, "ranks.tiktoken"),
+        "v2": (MEGATRON_V2, "ranks.json"),
+        "v1": (MEGATRON_V1, "ranks.json"),
+    }
     for pattern, (regex, file) in lines.items():
         library = tiktoken.Encoding(
             pattern,
@@ -117,8 +121,8 @@ def _byte_level(folder):
 
 
 # Megatron-LM's two patterns, written out by hand from its published description, apart from ours.
-_V1 = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-_V2 = "|".join([
+MEGATRON_V1 = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+MEGATRON_V2 = "|".join([
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
     r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",

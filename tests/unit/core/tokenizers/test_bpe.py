@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from megatron.core.config import TokenizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.training import save_tokenizer, train_byte_level_bpe
+from tests.unit.core.tokenizers.families import GPT2_PATTERN, gpt2_ranks
 from tests.unit.core.tokenizers.texts import CHAPTERS
 
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 TRICKY = [
     "Hello 世界 🤖 1234567 don't WE'LL  x",
     "tabs\t\tand\r\nnew\n\n\nlines   and trailing   ",
@@ -43,14 +43,8 @@ def hugging_face(path, **options):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """tiktoken over the same vocabulary, its bytes spelled as GPT-2's paper code spells them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable}
-    byte_of |= {chr(256 + n): byte for n, byte in enumerate(hidden)}
-    vocabulary = json.loads((folder / "vocab.json").read_text())
-    end = vocabulary.pop("<|endoftext|>")
-    ranks = {bytes(byte_of[char] for char in token): rank for token, rank in vocabulary.items()}
+    """tiktoken over the same vocabulary."""
+    ranks, end = gpt2_ranks(folder / "vocab.json")
     return tiktoken.Encoding(
         "ours", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
     )
@@ -86,6 +80,17 @@ def test_special_text_is_parsed_only_on_request(folder, reference):
         assert build(folder).eod == tokenizer.eod == end
         assert build(folder).identity != tokenizer.identity
         assert build(folder).identity == build(folder).identity
+
+
+def test_sentinels_follow_a_vocabulary_with_a_gap(tmp_path):
+    tokenizer = LibraryTokenizer(models.WordLevel({"a": 0, "b": 7, "<extra_id_1>": 3}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    built = hugging_face(tmp_path, vocab_extra_ids=3)
+    assert (built.sentinels, built.vocab_size) == ((8, 3, 9), 10)
+    assert built.encode("b <extra_id_0> <extra_id_1>") == [7, 0, 0]
+    parsing = hugging_face(tmp_path, vocab_extra_ids=3, parse_special_tokens=True)
+    assert parsing.encode("b <extra_id_0> <extra_id_1> <extra_id_2>") == [7, 8, 3, 9]
 
 
 def small_tokenizer(model_kind):

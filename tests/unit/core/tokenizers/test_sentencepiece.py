@@ -67,6 +67,31 @@ def test_models_without_an_end(tmp_path):
     assert build(tmp_path / "own.model").eod == library.piece_to_id("<|endoftext|>")
 
 
+def test_pieces_that_the_user_defined_are_text_unless_asked_for(tmp_path):
+    """The library itself finds such pieces in a text, so that a document could hold an end of document."""
+    names = ["<EOD>", "<CLS>", "<SEP>", "<MASK>", "<extra_id_1>", "<other>"]
+    for model_type in ("unigram", "bpe"):
+        path = tmp_path / f"{model_type}.model"
+        library = train(
+            path, model_type=model_type, eos_id=-1, user_defined_symbols=names, character_coverage=1.0
+        )
+        ids = {name: library.piece_to_id(name) for name in names}
+        plain = build(path, vocab_extra_ids=2)
+        assert (plain.eod, plain.cls, plain.sep, plain.mask) == tuple(ids[name] for name in names[:4])
+        assert plain.sentinels == (library.vocab_size(), ids["<extra_id_1>"])
+        assert plain.vocab_size == library.vocab_size() + 1
+        text = "the<EOD>whale <MASK> a<extra_id_0>b<extra_id_1><other> ship"
+        found = plain.encode(text)
+        assert set(found) & {*ids.values(), *plain.sentinels} == {ids["<other>"]}
+        control = train(tmp_path / "b.model", model_type=model_type, eos_id=-1, character_coverage=1.0,
+                        user_defined_symbols=["<other>"], control_symbols=names[:5])  # fmt: skip
+        assert control.id_to_piece(control.encode(text)) == library.id_to_piece(found)
+        parsed = build(path, vocab_extra_ids=2, parse_special_tokens=True).encode(text)
+        assert parsed.count(ids["<EOD>"]) == parsed.count(ids["<MASK>"]) == 1
+        assert [one for one in parsed if one in plain.sentinels] == [*plain.sentinels]
+        assert plain.decode([*plain.sentinels, *library.encode("ship")]) == "<extra_id_0><extra_id_1> ship"
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "x.model").write_bytes(b"no model at all")
     with pytest.raises(ValueError, match=r"x\.model: not a SentencePiece model"):
