@@ -1,19 +1,22 @@
-"""Text corpora as JSON lines: files, plain or gzip, read in chunks, and the texts on one line."""
+"""Text corpora as JSON lines: files of any kind, read in chunks, and the texts on one line."""
 
 import glob
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, Final
+
+import orjson
+
+from megatron.core.tokenizers.compression import DAMAGE, kind_of, plain_pieces
 
 CHUNK_BYTES: Final = 1 << 18
 """Bytes of lines that are handed around together; a longer line is a chunk of its own."""
-_GZIP_MAGIC: Final = b"\x1f\x8b"
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+LONGEST_LINE: Final = 256 << 20
+"""Bytes that a line may have, so that a file without line ends does not fill the memory."""
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_NAMES: Final = {
     type(None): "null",
     bool: "a boolean",
@@ -50,7 +53,7 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     problems = []
     for name in inputs:
         path = Path(name)
-        matches = [] if path.exists() else sorted(map(Path, glob.glob(name)))
+        matches = [] if path.exists() else sorted(map(Path, glob.glob(name, recursive=True)))
         if path.is_file() or matches:
             files += matches or [path]
         else:
@@ -60,42 +63,109 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_chunks(files: Sequence[Path], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The lines of some files, in order, about ``chunk_bytes`` at a time; gzip is known by a file's content.
+def read_chunks(
+    files: Sequence[Path], chunk_bytes: int = CHUNK_BYTES, columns: Sequence[str] | None = None
+) -> Iterator[Chunk]:
+    """The lines of some files, in order, about ``chunk_bytes`` at a time.
+
+    What a file is (plain, gzip, zstd, bzip2, parquet) is known by its content. The rows of a parquet file
+    come as JSON lines.
+
+    Args:
+        files: the files.
+        chunk_bytes: what a chunk has at least, unless the file ends; and one line more at most.
+        columns: those to read of a parquet file; all if None.
 
     Raises:
-        ValueError: for a gzip file that is damaged or cut off.
+        ValueError: for a compressed file that is damaged or cut off.
     """
     done = 0
     for path in files:
-        with path.open("rb") as raw:
-            lines_before = 0
-            for lines in _lines_of(path, raw, chunk_bytes):
-                if lines_before == 0:
-                    lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-                num_bytes = sum(map(len, lines))
-                yield Chunk(str(path), lines_before + 1, lines, num_bytes, done + raw.tell())
-                lines_before += len(lines)
-            done += path.stat().st_size
+        first_line = 1
+        for text, disk_bytes in whole_lines(path, chunk_bytes, columns):
+            done += disk_bytes
+            if text:
+                lines = io.BytesIO(text).readlines()
+                yield Chunk(str(path), first_line, lines, len(text), done)
+                first_line += len(lines)
 
 
-def _lines_of(path: Path, raw: BinaryIO, chunk_bytes: int) -> Iterator[list[bytes]]:
-    zipped = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    raw.seek(0)
-    # GzipFile alone would fetch each line through Python code.
-    file = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw))) if zipped else raw
-    count = 0
-    while True:
+def whole_lines(
+    path: Path, size: int, columns: Sequence[str] | None = None, longest: int = LONGEST_LINE
+) -> Iterator[tuple[bytes, int]]:
+    """The text of a file in blocks of whole lines, without a byte-order mark.
+
+    Args:
+        path: a file of any kind that is read.
+        size: bytes that a block has at least, unless the file ends; and one line more at most.
+        columns: those to read of a parquet file; all if None.
+        longest: bytes that a line may have; a longer one is cut off after one byte more.
+
+    Yields:
+        Whole lines, and the bytes on disk that have been read for them.
+
+    Raises:
+        ValueError: for a compressed file that is damaged or cut off.
+    """
+    kind = kind_of(path)
+    if kind == "parquet":
+        # pyarrow takes a quarter of a second to load, which other inputs need not pay.
+        from megatron.core.tokenizers.parquet import parquet_pieces
+
+        yield from parquet_pieces(path, columns, size)
+        return
+    lines, held = 0, _Held(size, longest)
+    with path.open("rb") as raw:
+        read = 0
         try:
-            lines = file.readlines(chunk_bytes)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            for piece in plain_pieces(raw, kind):
+                for block in held.blocks(piece):
+                    block = block if lines else block.removeprefix(BYTE_ORDER_MARK)
+                    lines += block.count(b"\n")
+                    yield block, raw.tell() - read
+                    read = raw.tell()
+        except DAMAGE as error:
             raise ValueError(
-                f"{path}: the gzip file is damaged or cut off after line {count}: {error}"
+                f"{path}: the {kind} file is damaged or cut off after line {lines}: {error}"
             ) from None
-        if not lines:
-            return
-        count += len(lines)
-        yield lines
+        rest = held.take()
+        yield rest if lines else rest.removeprefix(BYTE_ORDER_MARK), raw.tell() - read
+
+
+class _Held:
+    """Pieces of text that do not make a block of whole lines yet."""
+
+    def __init__(self, size: int, longest: int) -> None:
+        self._size, self._longest = size, longest
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._line = 0  # bytes since the last line end
+
+    def blocks(self, piece: bytes) -> Iterator[bytes]:
+        """The blocks that come full with another piece."""
+        while piece:
+            cut = piece.find(b"\n", max(0, self._size - self._bytes - 1)) + 1
+            self._hold(piece[:cut] if cut else piece)
+            if not cut:
+                return
+            yield self.take()
+            piece = piece[cut:]
+
+    def take(self) -> bytes:
+        """All that is held."""
+        block = b"".join(self._pieces)
+        self._pieces, self._bytes, self._line = [], 0, 0
+        return block
+
+    def _hold(self, piece: bytes) -> None:
+        end = piece.find(b"\n")
+        of_line = len(piece) if end < 0 else end
+        if self._line + of_line > self._longest + 1:
+            piece = piece[: max(0, self._longest + 1 - self._line)] + piece[of_line:]
+        self._pieces.append(piece)
+        self._bytes += len(piece)
+        last = piece.rfind(b"\n")
+        self._line = self._line + len(piece) if last < 0 else len(piece) - last - 1
 
 
 def texts_on_line(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
@@ -113,6 +183,8 @@ def texts_on_line(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
     """
     if not line.strip():
         return None
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"longer than {LONGEST_LINE >> 20} MiB")
     record = _parse(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_describe(record)}, but one JSON object is wanted")
@@ -129,6 +201,10 @@ def texts_on_line(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
 
 
 def _parse(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass  # the standard library takes NaN, and tells better what is wrong
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,7 +1,11 @@
-"""Text cut into sentences, by rules that need no data files."""
+"""Text cut into sentences: by rules that need no data files, or by NLTK where that is asked for."""
 
+import functools
 import re
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Literal
+
+from megatron.core.tokenizers.punkt import punkt_splitter
 
 _BOUNDARY: Final = re.compile(
     r"""
@@ -23,20 +27,64 @@ _BEFORE_A_NUMBER: Final = re.compile(
 )
 
 
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, in order, without the white space between them.
+def split_sentences(text: str, keep_white_space: bool = False) -> list[str]:
+    """The sentences of a text, in order.
 
     A sentence ends at ``.``, ``!``, ``?`` or ``…`` (with the quotes and brackets that it closes) before white
     space, unless the next word starts in lower case or the mark is the point of an initial or a common
     English abbreviation; at ``。``, ``！`` or ``？``; and at a blank line.
+
+    Args:
+        text: any text.
+        keep_white_space: leave the white space after a sentence (and before the first) in it, so that the
+            sentences put together are the text. Without it there is none around any sentence.
     """
-    sentences, start = [], 0
+    pieces, start = [], 0
     for found in _BOUNDARY.finditer(text):
         if found["mark"] is None or _ends_sentence(text, start, found):
-            sentences.append(text[start : found.end()].strip())
+            pieces.append(text[start : found.end()])
             start = found.end()
-    sentences.append(text[start:].strip())
-    return [sentence for sentence in sentences if sentence]
+    pieces.append(text[start:])
+    if not keep_white_space:
+        pieces = [piece.strip() for piece in pieces]
+    return [piece for piece in pieces if piece]
+
+
+def sentence_splitter(
+    kind: Literal["builtin", "nltk", "auto"], language: str, keep_white_space: bool
+) -> tuple[Callable[[str], list[str]], str]:
+    """What splits texts into sentences; nothing is ever downloaded.
+
+    Args:
+        kind: ``builtin`` is :func:`split_sentences`, ``nltk`` the Punkt model of the NLTK package, which must
+            be installed with its data, and ``auto`` NLTK's where it is there and otherwise the built-in one.
+        language: for NLTK the name of one of its models; the built-in rules know English.
+        keep_white_space: leave white space between sentences at the end of the first.
+
+    Returns:
+        The splitter, and a line that says which it is.
+
+    Raises:
+        ValueError: if what is asked for is not there, saying what is missing.
+    """
+    if kind != "builtin":
+        try:
+            return punkt_splitter(
+                language, keep_white_space
+            ), f"splitting sentences with NLTK's {language} model"
+        except ValueError as error:
+            if kind == "nltk":
+                raise
+            missing = f" ({error})"
+    else:
+        missing = ""
+    if language != "english":
+        raise ValueError(
+            f"--lang {language}: the built-in splitter knows the abbreviations of English only; other "
+            f"languages need --sentence-splitter nltk{missing}"
+        )
+    split = functools.partial(split_sentences, keep_white_space=keep_white_space)
+    return split, f"splitting sentences with the built-in rules{missing}"
 
 
 def _ends_sentence(text: str, start: int, found: re.Match[str]) -> bool:

@@ -17,14 +17,6 @@ _TABLE: Final = (
         valued="--dataset-impl --data-impl",
         harmless="mmap",
     ),
-    *refused(
-        "sentences are told apart by rules that need no language's files; leave it out",
-        valued="--lang",
-        harmless="english",
-    ),
-    *refused(
-        "a sentence is kept without the white space around it; leave it out", switches="--keep-newlines"
-    ),
 )
 
 PREPROCESSING_FLAGS: Final[Mapping[str, ForeignFlag]] = {foreign.spelling: foreign for foreign in _TABLE}
