@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatron.core.config import TokenizerConfig, TransformerConfig
+from megatron.core.config import ParallelConfig, TokenizerConfig, TransformerConfig
 from megatron.training.config import RunConfig, config_sections
 from megatron.training.flags import Flag, flags_of
-from megatron.training.layout import schedule_name
+from megatron.training.layout import model_chunks, schedule_name
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ _TENSORBOARD: Final = (
     "log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_loss_scale_to_tensorboard "
     "log_learning_rate_to_tensorboard log_world_size_to_tensorboard"
 )
+_OF_REPLICAS: Final = (
+    "overlap_grad_reduce",
+    "use_distributed_optimizer",
+    "data_parallel_sharding_strategy",
+    "overlap_param_gather",
+    "ddp_average_in_collective",
+    "grad_reduce_in_bf16",
+)
 _RESUMING: Final = "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
 
 
@@ -51,6 +59,16 @@ def _shards(config: RunConfig) -> bool:
 def _has_no_warmup(config: RunConfig) -> bool:
     schedule = config.schedule
     return not (schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction)
+
+
+def _has_one_chunk(config: RunConfig) -> bool:
+    """Whether each stage holds one part of the model, as far as flags say it and make sense together."""
+    if type(config.model) is not TransformerConfig:
+        return False  # the checkpoint says how many layers there are
+    try:
+        return model_chunks(config) == 1
+    except ValueError:  # refused later, by all ranks
+        return False
 
 
 _MODEL: Final = (
@@ -191,6 +209,24 @@ _LAYOUT: Final = (
         "without the interleaved schedule",
     ),
     _Rule(
+        "parallel",
+        "num_layers_per_virtual_pipeline_stage",
+        _has_one_chunk,
+        "where it makes one chunk a stage: that is no interleaved schedule",
+    ),
+    _Rule(
+        "parallel",
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        lambda config: config.parallel.pipeline_model_parallel_size == 1 and _has_one_chunk(config),
+        "with one pipeline stage, which holds everything",
+    ),
+    _Rule(
+        "model",
+        "recompute_method recompute_num_layers",
+        lambda config: config.model.recompute_granularity == "selective",
+        "with selective recomputation, which goes by --recompute-modules",
+    ),
+    _Rule(
         "model",
         "distribute_saved_activations",
         lambda config: config.parallel.tensor_model_parallel_size == 1 or config.parallel.sequence_parallel,
@@ -279,6 +315,25 @@ def flags_without_effect(config: RunConfig, given: Collection[str]) -> list[str]
         if flags and rule.idle(config):
             lines.append(_line(flags, rule.condition))
     return lines
+
+
+def flags_without_replicas(config: RunConfig, world_size: int) -> list[str]:
+    """The same of what only several data-parallel ranks can do, once the number of ranks is known.
+
+    The ranks of a sequence count, since they hold the same parameters. A ZeRO-3 of one rank divides nothing
+    either, but does gather and reduce layer by layer.
+    """
+    parallel = config.parallel
+    model_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if world_size != model_size or parallel.data_parallel_sharding_strategy == "optim_grads_params":
+        return []
+    flags = [
+        flag
+        for flag in flags_of(ParallelConfig)
+        if flag.dest in _OF_REPLICAS and getattr(parallel, flag.dest) != flag.default
+    ]
+    condition = f"with one replica of the model on world size {world_size}: there is nobody to share with"
+    return [_line(flags, condition)] if flags else []
 
 
 def tokenizer_flags_without_effect(

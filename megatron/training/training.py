@@ -20,6 +20,7 @@ from megatron.training.checkpointing import (
     load_run,
 )
 from megatron.training.console import configure
+from megatron.training.effects import flags_without_replicas
 from megatron.training.failure import end_interrupted_rank, end_rank, part_of_usage, together
 from megatron.training.hooks import (
     CheckpointHook,
@@ -50,6 +51,9 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
     world = discover_world(os.environ)
     configure(world.rank, world.world_size)
     refuse_misfits(config, world.world_size)
+    if world.rank == 0:
+        for note in flags_without_replicas(config, world.world_size):
+            log.warning("%s", note)
     check_save_folder(config.checkpoint)
     source = find_source(config.checkpoint)
     with part_of_usage():

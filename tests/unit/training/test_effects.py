@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.config import TokenizerConfig
 from megatron.training.arguments import parse_arguments
-from megatron.training.effects import tokenizer_flags_without_effect
+from megatron.training.effects import flags_without_replicas, tokenizer_flags_without_effect
 from tests.unit.training.test_arguments import BASE, CHECKPOINT_ARGS
 
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
@@ -82,6 +82,22 @@ WITHOUT = [
         "--recompute-granularity full --distribute-saved-activations",
         "--distribute-saved-activations has no effect without tensor parallelism",
     ),
+    (
+        "--recompute-granularity selective --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-method, --recompute-num-layers have no effect with selective recomputation",
+    ),
+    (
+        "--recompute-activations --recompute-num-layers 1",
+        "--recompute-num-layers has no effect with selective recomputation",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers-per-virtual-pipeline-stage has no effect where it makes one chunk a stage",
+    ),
+    (
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-embedding-in-pipeline-split has no effect with one pipeline stage",
+    ),
     ("--trace-iterations 5", "--trace-iterations has no effect without --trace-dir"),
     ("--log-communication", "--log-communication has no effect without --metrics-file or --tensorboard-dir"),
     ("--no-save-optim", "--no-save-optim has no effect without --save"),
@@ -119,6 +135,11 @@ WITH = [
     "--tensorboard-dir x --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard",
     "--eval-interval 5 --manual-gc --manual-gc-interval 5 --overlap-grad-reduce --ddp-bucket-size 1000",
     "--no-manual-gc --no-add-qkv-bias",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",  # is refused
+    "--account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2",
+    "--account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2",
 ]
 
 
@@ -138,13 +159,41 @@ def test_a_flag_with_effect_costs_none(flags, caplog):
     assert notes(flags, caplog) == []
 
 
+SHARING = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --grad-reduce-in-bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "named"),
+    [
+        (
+            SHARING,
+            1,
+            "--overlap-grad-reduce, --use-distributed-optimizer, --overlap-param-gather, "
+            "--grad-reduce-in-bf16 have no effect with one replica of the model on world size 1",
+        ),
+        (SHARING, 2, None),
+        (f"{SHARING} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, "--overlap-grad"),
+        (f"{SHARING} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, None),
+        (f"{SHARING} --context-parallel-size 2", 2, None),  # they share gradients and optimizer state
+        ("--data-parallel-sharding-strategy optim_grads", 1, "--data-parallel-sharding-strategy has no"),
+        ("--data-parallel-sharding-strategy optim_grads_params --grad-reduce-in-bf16", 1, None),
+        ("--no-overlap-grad-reduce --data-parallel-sharding-strategy no_shard", 1, None),
+    ],
+)
+def test_a_lone_replica_shares_nothing(flags, world, named):
+    said = flags_without_replicas(parse_arguments(f"{BASE} {flags}".split(), "test"), world)
+    assert len(said) == (named is not None)
+    assert named is None or said[0].startswith(named)
+
+
 def test_only_rank_zero_says_it(caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert notes("--rotary-base 5", caplog) == []
 
 
 def test_the_shape_of_a_model_that_the_checkpoint_holds_is_not_judged(caplog):
-    said = notes("--rotary-base 500000 --manual-gc-interval 5", caplog, CHECKPOINT_ARGS)
+    words = "--rotary-base 500000 --manual-gc-interval 5 --num-layers-per-virtual-pipeline-stage 2"
+    said = notes(words, caplog, CHECKPOINT_ARGS)
     assert said == ["--manual-gc-interval has no effect without --manual-gc"]
 
 
