@@ -102,6 +102,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
         given = _given_fields(parser, argv)
         _settle_position_embedding(namespace)
         _settle_recomputation(namespace)
+        _refuse_sharding_and_none(namespace, given)
         notes += _settle_tokenizer(namespace)
         config = _build_sections(namespace, given)
     except ValueError as error:
@@ -217,6 +218,16 @@ def _settle_recomputation(namespace: argparse.Namespace) -> None:
     if namespace.recompute_granularity == "full":
         raise ValueError("--recompute-activations and --recompute-granularity full exclude each other")
     namespace.recompute_granularity = "selective"
+
+
+def _refuse_sharding_and_none(namespace: argparse.Namespace, given: frozenset[str]) -> None:
+    """Refuse a strategy that divides nothing beside an optimizer that is divided, where both are given."""
+    asked = namespace.use_distributed_optimizer and "data_parallel_sharding_strategy" in given
+    if asked and namespace.data_parallel_sharding_strategy == "no_shard":
+        raise ValueError(
+            "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each "
+            "other: leave one out"
+        )
 
 
 def _settle_tokenizer(namespace: argparse.Namespace) -> list[str]:

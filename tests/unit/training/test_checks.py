@@ -134,6 +134,10 @@ WRONG = [
     ("--seed 0", ["--seed 0", "at least 1"]),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", ["--lr-warmup-fraction", "--lr-warmup-iters"]),
     ("--train-data-path a --data-path b", ["--data-path"]),
+    (
+        "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+        ["--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict"],
+    ),
 ]
 
 
