@@ -31,6 +31,10 @@ class MockIndexedDataset:
         """Number of sequences."""
         return len(self.sequence_lengths)
 
+    def count_tokens(self, start: int, stop: int) -> int:
+        """Number of tokens in sequences ``start`` to ``stop``."""
+        return int(self.sequence_lengths[start:stop].sum(dtype=np.int64))
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens of one sequence, or of a part of it: [length] int64."""
         whole = int(self.sequence_lengths[index])
@@ -43,3 +47,6 @@ class MockIndexedDataset:
     def identity(self) -> dict[str, Any]:
         """What tells this data from any other."""
         return {"path": self.prefix, "vocab_size": self.vocab_size, "eod": self.eod}
+
+    def verify(self) -> None:
+        """There is nothing to be checked."""

@@ -101,6 +101,47 @@ def test_too_few_tokens_for_a_sample():
         plan_epochs(64, 64, 10)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+@pytest.mark.parametrize("lengths", [[10, 4, 7, 12, 3, 9], [1, 0, 1], [9, 0, 0], [5, 5, 5, 2]])
+@pytest.mark.parametrize(
+    ("seq_length", "num_samples"), [(8, None), (8, 8), (8, 18), (1, 3), (60, 2), (16, 1)]
+)
+def test_partial_sample_holds_what_is_left(monkeypatch, lengths, seq_length, num_samples, chunk):
+    monkeypatch.setattr(gpt_indices, "CHUNK", chunk)
+    plan = plan_epochs(sum(lengths), seq_length, num_samples, keep_partial=True)
+    arrays = build_gpt_indices(
+        np.array(lengths, np.int32), plan, first_sequence=0, seq_length=seq_length, seed=3
+    )
+    documents, starts = arrays["document_index"].tolist(), arrays["sample_index"].tolist()
+    tokens = [(position, t) for position, d in enumerate(documents) for t in range(lengths[d])]
+    assert len(tokens) == plan.epochs * sum(lengths)
+    places = [0, *(tokens.index((position, offset)) for position, offset in starts[1:])]
+    assert places == [*range(0, len(tokens) - 1, seq_length), len(tokens) - 1]
+    assert sorted(arrays["shuffle_index"].tolist()) == list(range(len(starts) - 1))
+
+
+def test_one_token_makes_no_partial_sample():
+    with pytest.raises(ValueError, match="1 tokens, but a sample takes 2 or more"):
+        plan_epochs(1, 8, None, keep_partial=True)
+
+
+def test_negative_length_is_refused():
+    plan = plan_epochs(45, 8, None)
+    lengths = np.array([10, 4, -7], np.int32)
+    with pytest.raises(ValueError, match="sequence 102 has the negative length -7"):
+        build_gpt_indices(lengths, plan, first_sequence=100, seq_length=8, seed=1)
+
+
+def test_lengths_that_are_not_aligned_give_the_same_indices():
+    raw = np.zeros(2 + 4 * len(GOLDEN_LENGTHS), np.uint8)
+    raw[2:] = GOLDEN_LENGTHS.view(np.uint8)
+    unaligned = raw[2:].view(np.int32)
+    assert not unaligned.flags.aligned
+    arrays = build_gpt_indices(unaligned, plan_epochs(45, 8, 8), first_sequence=0, seq_length=8, seed=1234)
+    assert " ".join(map(str, arrays["document_index"])) == GOLDEN[8][0]
+    assert "".join(f"({a},{b})" for a, b in arrays["sample_index"].tolist()) == GOLDEN[8][1]
+
+
 def test_indices_grow_to_64_bits_instead_of_wrapping():
     narrow = build(GOLDEN_LENGTHS, 8, 18)
     wide = build(GOLDEN_LENGTHS, 8, 18, limit=23)  # 24 entries in the document index
