@@ -134,11 +134,11 @@ def _chunks_of(num_layers: int, stages: int, layers_per_chunk: int) -> int:
     if layers_per_chunk >= 1 and num_layers % (stages * layers_per_chunk) == 0:
         return num_layers // (stages * layers_per_chunk)
     each = num_layers // stages
-    valid = [str(size) for size in range(1, each + 1) if each % size == 0 and num_layers % stages == 0]
+    several = [str(size) for size in range(1, each) if each % size == 0 and num_layers % stages == 0]
     raise ValueError(
         f"{CHUNK_LAYERS} {layers_per_chunk}: --num-layers {num_layers} can't be dealt over {STAGES} {stages} "
-        f"in chunks of {layers_per_chunk}; {', '.join(valid) or 'no number'} would do, or use {CHUNKS}, "
-        f"whose chunks need not be equal"
+        f"in chunks of {layers_per_chunk}; {', '.join(several) or 'no number'} would make several chunks, or "
+        f"use {CHUNKS}, whose chunks need not be equal"
     )
 
 

@@ -216,14 +216,14 @@ def test_chunks_are_counted_by_the_flags_that_say_them():
 def test_layers_that_do_not_divide_into_chunks_are_refused():
     message = (
         r"--num-layers-per-virtual-pipeline-stage 2: --num-layers 10 .*--pipeline-model-parallel-size 2 .*"
-        r"1, 5 would do, or use --num-virtual-stages-per-pipeline-rank"
+        r"in chunks of 2; 1 would make several chunks, or use --num-virtual-stages-per-pipeline-rank"
     )
     with pytest.raises(ValueError, match=message):
         count_chunks(10, 2, layers_per_chunk=2)
-    with pytest.raises(ValueError, match=r"--num-layers 80 .* no number would do"):
+    with pytest.raises(ValueError, match=r"--num-layers 80 .* no number would make several"):
         count_chunks(80, 3, layers_per_chunk=8)
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=rf"stage {wrong}: .*1, 2, 4 would do"):
+        with pytest.raises(ValueError, match=rf"stage {wrong}: .*; 1, 2 would make several"):
             count_chunks(8, 2, layers_per_chunk=wrong)
     with pytest.raises(ValueError, match=r"-per-pipeline-rank 2 and .*-pipeline-stage 3 say the same"):
         count_chunks(12, 2, chunks=2, layers_per_chunk=3)
