@@ -25,6 +25,7 @@ from megatron.training.flags import (
 )
 from megatron.training.foreign_flags import (
     FOREIGN_VALUES,
+    FOREIGN_WORDS,
     add_foreign_flags,
     family_refusal,
     judge_foreign_flags,
@@ -120,8 +121,10 @@ def _judge_strange_flags(
     strange = flags_among(unknown)
     families = [word for word in strange if family_refusal(word)]
     verdict = judge_foreign_flags(namespace, families)
-    problems = [parser.describe_unknown(word) for word in strange if word not in families]
-    problems += verdict.refusals
+    problems = [
+        FOREIGN_WORDS.get(word) or parser.describe_unknown(word) for word in strange if word not in families
+    ]
+    problems = [*dict.fromkeys(problems), *verdict.refusals]
     if problems:
         parser.error("; ".join(problems))
     return list(verdict.notes)

@@ -13,12 +13,13 @@ from megatron.training.foreign_flags.parsing import (
     judge_foreign_flags,
 )
 from megatron.training.foreign_flags.preprocessing import PREPROCESSING_FLAGS
-from megatron.training.foreign_flags.refused import FAMILIES, FOREIGN_VALUES
+from megatron.training.foreign_flags.refused import FAMILIES, FOREIGN_VALUES, FOREIGN_WORDS
 
 __all__ = [
     "FAMILIES",
     "FOREIGN_FLAGS",
     "FOREIGN_VALUES",
+    "FOREIGN_WORDS",
     "PREPROCESSING_FLAGS",
     "ForeignFlag",
     "Verdict",

@@ -137,11 +137,19 @@ _PRECISION: Final = (
 _LAYOUT: Final = (
     *refused(
         "use --data-parallel-sharding-strategy optim_grads_params (ZeRO-3), or one of its other values",
-        switches="--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp --init-model-with-meta-device "
+        switches="--use-torch-fsdp2 --use-megatron-fsdp --use-custom-fsdp "
         "--torch-fsdp2-no-reshard-after-forward --fsdp-double-buffer --enable-full-sharding-in-hsdp "
         "--keep-fp8-transpose-cache",
-        valued="--num-distributed-optimizer-instances --suggested-communication-unit-size",
+        valued="--suggested-communication-unit-size",
+    ),
+    *refused(
+        "state is divided over all data-parallel ranks, not over groups of them; leave it out, or give 1",
+        valued="--num-distributed-optimizer-instances",
         harmless="1",
+    ),
+    *refused(
+        "each rank makes its own parameters where they stay; leave it out",
+        switches="--init-model-with-meta-device",
     ),
     *refused(
         "sharding by DeepSpeed is not used; use --data-parallel-sharding-strategy optim (stage 1), "
@@ -398,7 +406,17 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
             "models of images are not built; use one for text",
         ),
     },
+    "cp_comm_type": {
+        "allgather": "use all_gather",
+        "a2a+p2p": "hierarchies of two types are not built; use p2p, or a2a where it divides the heads",
+    },
     "dataloader_type": {"external": "data is always read by this program; use single or cyclic"},
     "optimizer": dict.fromkeys(("muon", "dist_muon", "adaptive_muon", "lion", "soap"), "not built; use adam"),
 }
 """Values of our own flags that other systems know, by the field's name: what to use instead."""
+
+FOREIGN_WORDS: Final[Mapping[str, str]] = dict.fromkeys(
+    ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p"),
+    "--cp-comm-type takes one type, which all layers use, and hierarchies of two (a2a+p2p) are not built",
+)
+"""Further values that other systems take where a flag of ours takes one: what to say of the words."""

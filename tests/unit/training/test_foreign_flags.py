@@ -83,6 +83,7 @@ def test_what_refusals_name_exists():
         ["--exp-avg-dtype", "fp32"],
         ["--extra-vocab-size", "0"],
         ["--attention-head-type", "multihead"],
+        ["--num-distributed-optimizer-instances", "1"],
     ],
 )
 def test_a_refused_flag_with_a_harmless_value_is_accepted(words, capsys, caplog):
@@ -109,6 +110,8 @@ def test_all_refusals_are_said_at_once(capsys):
         (["--tokenizer-type", "SFTTokenizer"], "use HuggingFaceTokenizer for text"),
         (["--dataloader-type", "external"], "use single or cyclic"),
         (["--optimizer", "muon"], "use adam"),
+        (["--cp-comm-type", "a2a+p2p"], "a2a+p2p: hierarchies of two types are not built; use p2p"),
+        (["--cp-comm-type", "p2p", "a2a", "p2p"], "error: --cp-comm-type takes one type, which all layers"),
     ],
 )
 def test_values_that_others_know_are_refused_with_what_to_use(words, use, capsys):
@@ -116,6 +119,20 @@ def test_values_that_others_know_are_refused_with_what_to_use(words, use, capsys
     assert verdict == "refused"
     assert words[0] in said
     assert use in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-distributed-optimizer-instances 2", "divided over all data-parallel ranks, not over groups"),
+        ("--init-model-with-meta-device", "makes its own parameters where they stay; leave it out"),
+    ],
+)
+def test_what_sounds_like_zero_3_and_is_not_has_an_answer_of_its_own(words, said, capsys):
+    verdict, answer = outcome(capsys, *words.split())
+    assert verdict == "refused"
+    assert said in answer
+    assert "optim_grads_params" not in answer
 
 
 def test_other_ranks_do_not_repeat_the_notes(caplog, monkeypatch):
