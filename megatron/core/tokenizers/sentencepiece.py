@@ -1,13 +1,14 @@
 """Tokenizers of SentencePiece ``.model`` files."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 from sentencepiece import SentencePieceProcessor
 
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers.sentencepiece_model import llama_json, without_names
 from megatron.core.tokenizers.tokenizer import (
-    NO_TEXT_HOLDS,
     Tokenizer,
     digest,
     extend_vocabulary,
@@ -17,8 +18,6 @@ from megatron.core.tokenizers.tokenizer import (
     utf8,
 )
 
-_PIECE: Final = 10
-"""A protocol buffer's key of field number 1 with bytes in it."""
 KNOWN_ENDS: Final = ("<|endoftext|>", "</s>", "<EOD>")
 
 
@@ -73,6 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._special = {self._model.id_to_piece(found): found for found in control if found is not None}
         self._special |= sentinels
         self._split = splitter(self._special) if config.parse_special_tokens and self._special else None
+        self._content = content
         self._encoder = self._model
         found_in_text = {found for found in self._special.values() if self._is_found_in_text(found)}
         if found_in_text and self._split is None:
@@ -85,6 +85,11 @@ class SentencePieceTokenizer(Tokenizer):
             "parse_special_tokens": config.parse_special_tokens,
             "sha256": digest(content),
         }
+
+    @cached_property
+    def encoder_json(self) -> str | None:
+        """Content of a ``tokenizer.json`` with the same merges, for models like Llama's."""
+        return None if self._split is not None else llama_json(self._model, self._content)
 
     def _marker(self, piece: str) -> int | None:
         token_id = int(self._model.piece_to_id(piece))
@@ -126,63 +131,3 @@ class SentencePieceTokenizer(Tokenizer):
 
 def _id_or_none(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
-
-
-def without_names(model: bytes, ids: set[int]) -> bytes:
-    """The same SentencePiece model, in which some pieces have names that no text contains.
-
-    A model file is a protocol buffer: fields one after another, of which number 1 is a piece, whose own field
-    number 1 is its name.
-
-    Args:
-        model: content of the ``.model`` file.
-        ids: the pieces.
-    """
-    parts, start, piece = [], 0, 0
-    while start < len(model):
-        key, begin = _varint(model, start)
-        end = _end_of_value(model, key & 7, begin)
-        part = model[start:end]
-        if key == _PIECE:
-            if piece in ids:
-                begin = _varint(model, begin)[1]
-                name_end = _end_of_value(model, 2, begin + 1)
-                assert model[begin] == _PIECE, "a piece begins with its name"
-                name = NO_TEXT_HOLDS.encode() + model[_varint(model, begin + 1)[1] : name_end]
-                message = _field(name) + model[name_end:end]
-                part = _field(message)
-            piece += 1
-        parts.append(part)
-        start = end
-    return b"".join(parts)
-
-
-def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and where it ends."""
-    value, shift = 0, 0
-    while True:
-        byte = data[start]
-        start += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, start
-
-
-def _end_of_value(data: bytes, kind: int, start: int) -> int:
-    """Where the value of a field ends: a number, 8 bytes, bytes after their length, or 4 bytes."""
-    if kind == 0:
-        return _varint(data, start)[1]
-    if kind == 2:
-        length, start = _varint(data, start)
-        return start + length
-    return start + {1: 8, 5: 4}[kind]
-
-
-def _field(content: bytes) -> bytes:
-    """Field number 1 with some bytes."""
-    length, size = len(content), bytearray()
-    while length > 127:
-        size.append(length & 127 | 128)
-        length >>= 7
-    return bytes((_PIECE, *size, length)) + content

@@ -15,6 +15,7 @@ NAMES = [
     "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "bytes",
 ]  # fmt: skip
 WITH_JSON = NAMES[:7]
+"""Those that have a ``tokenizer.json`` whatever their settings."""
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,22 @@ def test_special_text_is_parsed_as_the_library_parses_it(known, name):
 @pytest.mark.parametrize("name", WITH_JSON)
 @pytest.mark.parametrize("parse", [False, True])
 def test_the_tokenizer_json_gives_the_same_ids(known, name, parse):
-    tokenizer = known[name].build(parse_special_tokens=parse, vocab_extra_ids=2)
+    check_tokenizer_json(known[name].build(parse_special_tokens=parse, vocab_extra_ids=2))
+
+
+def check_tokenizer_json(tokenizer):
     library = LibraryTokenizer.from_str(tokenizer.encoder_json)
     texts = [*NASTY, *REAL[:200]]
     found = [one.ids for one in library.encode_batch_fast(texts, add_special_tokens=False)]
-    assert first_difference(texts, found, tokenizer.encode_batch(texts)) is None
+    expected = [ids[len(tokenizer.prefix) :] for ids in tokenizer.encode_batch(texts)]
+    assert first_difference(texts, found, expected) is None
+
+
+def test_models_like_llamas_have_a_tokenizer_json(known):
+    check_tokenizer_json(known["Llama2Tokenizer"].build(vocab_extra_ids=2))
+    assert known["Llama2Tokenizer"].build(parse_special_tokens=True).encoder_json is None
+    for other in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "bytes"):
+        assert known[other].build().encoder_json is None
 
 
 @pytest.mark.parametrize("name", NAMES[:3] + NAMES[7:])
