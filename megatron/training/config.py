@@ -149,7 +149,8 @@ class LoggingConfig:
     log_communication: bool = False
     """Record the collectives, bytes and waiting time of every axis in the metrics file and TensorBoard."""
     trace_dir: str | None = None
-    """Folder for measured timelines of the pipeline, one file for each rank, in Chrome's trace format."""
+    """Folder for measured timelines of the pipeline, one file for each stage of the first replica, in
+    Chrome's trace format."""
     trace_iterations: int = 3
     """Iterations that --trace-dir records, from the run's second one on."""
     log_params_norm: bool = False

@@ -1,5 +1,6 @@
 """How a model lies over pipeline stages: its schedule, its chunks, and which layers each part of it has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.config import ScheduleName
@@ -51,6 +52,17 @@ def pipeline_plan(config: RunConfig, num_microbatches: int) -> PipelinePlan:
         layout=parallel.pipeline_model_parallel_layout,
     )
     return PipelinePlan(schedule, tuple(layers))
+
+
+def layer_text(chunks: Sequence[range]) -> str:
+    """The layers of a stage's chunks in words: ``layers 0 to 3, 8 to 11``, ``layer 2`` or ``no layer``."""
+    full = [layers for layers in chunks if layers]
+    texts = [
+        f"{layers.start} to {layers.stop - 1}" if len(layers) > 1 else str(layers.start) for layers in full
+    ]
+    if not full:
+        return "no layer"
+    return ("layer " if sum(map(len, full)) == 1 else "layers ") + ", ".join(texts)
 
 
 def schedule_name(config: RunConfig) -> ScheduleName:

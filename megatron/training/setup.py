@@ -23,7 +23,7 @@ from megatron.training.acceleration import accelerate
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
 from megatron.training.initialize import Runtime
-from megatron.training.layout import PipelinePlan, pipeline_plan
+from megatron.training.layout import PipelinePlan, layer_text, pipeline_plan
 from megatron.training.metrics import (
     ConsoleSink,
     JsonLinesSink,
@@ -166,9 +166,8 @@ def _log_stages(pipeline: PipelinePlan) -> None:
     """Print which layers each stage holds."""
     schedule = pipeline.schedule
     for stage in range(len(schedule.stages)):
-        held = (pipeline.layers[schedule.part(stage, chunk)] for chunk in range(schedule.chunks))
-        texts = (f"{layers.start} to {layers.stop - 1}" if layers else "none" for layers in held)
-        log.info(" > pipeline stage %d holds layers %s", stage, ", ".join(texts))
+        held = [pipeline.layers[schedule.part(stage, chunk)] for chunk in range(schedule.chunks)]
+        log.info(" > pipeline stage %d holds %s", stage, layer_text(held))
 
 
 def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) -> None:
