@@ -6,6 +6,7 @@ from megatron.core.config import ScheduleConfig
 from megatron.core.optimizer import ParameterSchedule, ScheduleLengths, build_schedule, resume_schedule
 from megatron.training.config import RunConfig, TrainingConfig
 from megatron.training.flags import flag_text
+from megatron.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,41 @@ def batch_plans(config: RunConfig, world_size: int) -> dict[int, BatchPlan]:
     replicas = world_size // config.parallel.model_parallel_size
     sizes = dict.fromkeys((*config.batch_sizes.sizes, config.eval_global_batch_size))
     return {size: BatchPlan(size, config.training.micro_batch_size, replicas) for size in sizes}
+
+
+def last_iteration(config: RunConfig, progress: Progress) -> int:
+    """Number of the last iteration of a run with a resolved config; a last partial global batch is left out.
+
+    Of a run that is counted in samples, those that are left count, since they may have been consumed with
+    another global batch size.
+    """
+    training = config.training
+    if training.train_iters is not None:
+        return training.train_iters
+    assert training.train_samples is not None, "a validated config has one of the two"
+    consumed = progress.consumed_samples
+    return progress.iteration + config.batch_sizes.iterations_within(consumed, training.train_samples)
+
+
+def samples_asked_for(config: RunConfig, progress: Progress) -> tuple[int, int | None, int]:
+    """Samples of training, validation and test that a run will have read at its end, at most.
+
+    None for validation stands for every sample once.
+
+    Args:
+        config: the resolved settings.
+        progress: how far the run has come when its datasets are built.
+    """
+    last, evaluation = last_iteration(config, progress), config.evaluation
+    training = config.training.train_samples
+    if training is None:
+        to_come = max(last - progress.iteration, 0)
+        training = config.batch_sizes.advance(progress.consumed_samples, to_come)
+    evaluations = last // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
+    per_evaluation = evaluation.eval_iters * config.eval_global_batch_size
+    if evaluation.full_validation and evaluation.eval_iters:
+        return training, None, per_evaluation
+    return training, evaluations * per_evaluation, per_evaluation
 
 
 def schedule_lengths(config: RunConfig) -> ScheduleLengths:

@@ -22,7 +22,7 @@ from megatron.training.data import MicrobatchReader
 from megatron.training.layout import PipelinePlan
 from megatron.training.metrics import Metrics
 from megatron.training.parameters import Reducer, Store
-from megatron.training.plan import BatchPlan
+from megatron.training.plan import BatchPlan, last_iteration
 from megatron.training.progress import Progress
 from megatron.training.task import Stage, Task
 
@@ -141,14 +141,5 @@ class Run:
 
     @property
     def last_iteration(self) -> int:
-        """Number of the run's last iteration; a last partial global batch is left out.
-
-        Of a run that is counted in samples, those that are left count, since they may have been consumed with
-        another global batch size.
-        """
-        training = self.config.training
-        if training.train_iters is not None:
-            return training.train_iters
-        assert training.train_samples is not None, "a validated config has one of the two"
-        consumed = self.progress.consumed_samples
-        return self.progress.iteration + self.batch_sizes.iterations_within(consumed, training.train_samples)
+        """Number of the run's last iteration; a last partial global batch is left out."""
+        return last_iteration(self.config, self.progress)

@@ -33,7 +33,7 @@ from megatron.training.metrics import (
     TensorBoardSink,
 )
 from megatron.training.parameters import chunk_parameters, each_once, store_parameters
-from megatron.training.plan import batch_plans, run_schedule
+from megatron.training.plan import batch_plans, run_schedule, samples_asked_for
 from megatron.training.run import Chunk, Division, EvaluationData, Readers, Run
 from megatron.training.task import Batch, SplitDatasets, Stage, Task, parameter_dtype
 
@@ -187,23 +187,6 @@ def _log_parameter_counts(runtime: Runtime, parameters: list[NamedParameter]) ->
         )
 
 
-def samples_asked_for(run: Run) -> tuple[int, int | None, int]:
-    """Samples of training, validation and test that a run will have read at its end, at most.
-
-    None for validation stands for every sample once.
-    """
-    last, evaluation, progress = run.last_iteration, run.config.evaluation, run.progress
-    training = run.config.training.train_samples
-    if training is None:
-        to_come = max(last - progress.iteration, 0)
-        training = run.batch_sizes.advance(progress.consumed_samples, to_come)
-    evaluations = last // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
-    per_evaluation = evaluation.eval_iters * run.config.eval_global_batch_size
-    if evaluation.full_validation and evaluation.eval_iters:
-        return training, None, per_evaluation
-    return training, evaluations * per_evaluation, per_evaluation
-
-
 def attach_data(run: Run, tokenizer: Tokenizer | None, saved: Mapping[str, Any] | None = None) -> None:
     """Build the datasets and this rank's readers, at the samples where ``run.progress`` stands.
 
@@ -215,7 +198,7 @@ def attach_data(run: Run, tokenizer: Tokenizer | None, saved: Mapping[str, Any] 
     Raises:
         ValueError: if there is no training data, or it is not that of the checkpoint's run.
     """
-    datasets = run.task.build_datasets(run.config, tokenizer, samples_asked_for(run))
+    datasets = run.task.build_datasets(run.config, tokenizer, samples_asked_for(run.config, run.progress))
     for line in datasets.description:
         log.info(" > %s", line)
     if datasets.train is None:
