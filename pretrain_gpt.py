@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.context_parallel import take_local
-from megatron.core.datasets import build_datasets
 from megatron.core.models import GPTModel, ModelStage
 from megatron.core.parallel_state import ModelParallel
 from megatron.core.parameter import Placement
 from megatron.core.tensor_parallel import RandomStream
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig
+from megatron.training.gpt_data import gpt_datasets
 from megatron.training.task import Batch, SplitDatasets, Stage
 from megatron.training.training import main
 
@@ -51,14 +51,7 @@ class GPTTask:
         self, config: RunConfig, tokenizer: Tokenizer | None, samples: tuple[int, int | None, int]
     ) -> SplitDatasets:
         """Samples of ``seq_length`` tokens from ``.bin``/``.idx`` files or made-up ones."""
-        splits = build_datasets(
-            config.data,
-            seq_length=config.model.seq_length,
-            seed=config.training.seed,
-            sizes=samples,
-            eod=tokenizer.eod if tokenizer is not None and tokenizer.has_eod else None,
-            vocab_size=config.model.true_vocab_size,
-        )
+        splits = gpt_datasets(config, tokenizer, samples)
         return SplitDatasets(
             splits.train,
             splits.valid,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.config import ParallelConfig, TransformerConfig, flag
+from megatron.core.datasets.data_paths import read_path_files
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
 from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate, with_batch_size
 from megatron.training.config import RunConfig, config_sections
@@ -106,6 +107,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
         _refuse_sharding_and_none(namespace, given)
         notes += _settle_tokenizer(namespace)
         config = _build_sections(namespace, given)
+        config = replace(config, data=read_path_files(config.data))
     except ValueError as error:
         parser.error(str(error))
     if launched_rank() == 0:

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from megatron.core.config import ParallelConfig, TransformerConfig
-from megatron.core.datasets.blend import parse_blend
+from megatron.core.datasets.data_paths import split_blends
 from megatron.core.datasets.split import parse_split
 from megatron.training.batch_size import in_steps
 from megatron.training.config import RunConfig
@@ -251,12 +251,6 @@ def _check_data(config: RunConfig) -> None:
     data = config.data
     if not (data.data_path or data.train_data_path or data.mock_data):
         raise ValueError("there is nothing to train on: give --data-path, --train-data-path or --mock-data")
-    if data.split is not None and not data.data_path and not data.mock_data:
-        raise ValueError(
-            f"--split {data.split} divides what --data-path names, and --train-data-path is given instead"
-        )
+    split_blends(data, validation_sets=config.evaluation.multiple_validation_sets)
     if data.split is not None:
         parse_split(data.split)
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        if getattr(data, name):
-            parse_blend(getattr(data, name), f"--{name.replace('_', '-')}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core.config import (
     DataConfig,
+    FimConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -196,6 +197,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     data: DataConfig
+    fim: FimConfig
     tokenizer: TokenizerConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig

@@ -254,6 +254,19 @@ _RUN: Final = (
         "without a blend of several datasets",
     ),
     _Rule(
+        "data",
+        "mmap_bin_files",
+        lambda config: config.data.mock_data,
+        "with --mock-data, which reads no files",
+    ),
+    _Rule(
+        "fim",
+        "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token "
+        "fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
+        lambda config: not config.fim.fim_data,
+        "without --fim-data",
+    ),
+    _Rule(
         "checkpoint",
         "save_optim save_rng",
         lambda config: config.checkpoint.save is None,
@@ -273,7 +286,7 @@ _RUN: Final = (
     ),
     _Rule(
         "evaluation",
-        "eval_interval",
+        "eval_interval eval_global_batch_size full_validation multiple_validation_sets",
         lambda config: config.evaluation.eval_iters == 0,
         "with --eval-iters 0",
     ),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import TransformerConfig
+from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.split import parse_split
 from megatron.training.config import RunConfig, config_sections
 from megatron.training.flags import flag_text
@@ -155,9 +156,12 @@ def _differences(
 
 
 def _essence(name: str, value: Any) -> Any:
-    """What of a value matters: the last part of a data prefix, since data may move; the shares of a split."""
+    """What of a value matters: the ends of data prefixes, since data may move, and shares of any scale."""
     if value is None:
         return None
     if name in ("data_path", "train_data_path"):
-        return tuple(Path(word).name for word in value)
+        if not value:
+            return None
+        blend = parse_blend(value, name)
+        return tuple(Path(prefix).name for prefix in blend.prefixes), blend.weights
     return parse_split(value) if name == "split" else value

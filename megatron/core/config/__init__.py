@@ -5,6 +5,7 @@ Each field is one command-line flag: its name, type, default, choices and (in th
 
 from megatron.core.config.data import DataConfig
 from megatron.core.config.field import FlagSpec, flag, flag_spec
+from megatron.core.config.fim import FimConfig
 from megatron.core.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.parallel import ParallelConfig, ScheduleName
 from megatron.core.config.tokenizer import TokenizerConfig
@@ -12,6 +13,7 @@ from megatron.core.config.transformer import TransformerConfig
 
 __all__ = [
     "DataConfig",
+    "FimConfig",
     "FlagSpec",
     "OptimizerConfig",
     "ParallelConfig",

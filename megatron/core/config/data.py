@@ -20,8 +20,14 @@ class DataConfig:
     """Prefixes (or weights and prefixes) for validation only."""
     test_data_path: tuple[str, ...] | None = flag(None, nargs="*")
     """Prefixes (or weights and prefixes) for testing only."""
+    data_args_path: str | None = None
+    """File that holds what would follow --data-path, in its place."""
+    per_split_data_args_path: str | None = None
+    """JSON file in place of the three flags above: {"train": [...], "valid": [...], "test": [...]}."""
     data_cache_path: str | None = None
     """Folder for sample indices; default a folder cache/ beside each dataset."""
+    mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")
+    """Read tokens from their files request by request, instead of mapping the files into memory."""
     mid_level_dataset_surplus: float = 0.005
     """Share of spare samples that each dataset of a blend is built with."""
     dataloader_type: Literal["single", "cyclic"] = "single"
@@ -38,10 +44,17 @@ class DataConfig:
     """Let no token attend across an end-of-document."""
 
     def __post_init__(self) -> None:
-        per_split = (self.train_data_path, self.valid_data_path, self.test_data_path)
-        if self.data_path and any(per_split):
-            raise ValueError("--data-path and --train/valid/test-data-path exclude each other")
-        if self.mock_data and (self.data_path or any(per_split)):
-            raise ValueError("--mock-data and data paths exclude each other")
+        ways = {
+            "--data-path": self.data_path,
+            "--train/valid/test-data-path": self.train_data_path
+            or self.valid_data_path
+            or self.test_data_path,
+            "--data-args-path": self.data_args_path,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+            "--mock-data": self.mock_data,
+        }
+        given = [name for name, value in ways.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: each says where all of the data is")
         if self.num_workers < 0:
             raise ValueError(f"--num-workers {self.num_workers}: must be 0 or above")

@@ -1,6 +1,7 @@
 """Mix several datasets by weight, in an order that is the same everywhere and needs no random numbers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,7 +82,43 @@ def blend_indices(weights: tuple[float, ...], size: int) -> dict[str, npt.NDArra
     Returns:
         ``dataset_index`` [size] int16 and ``dataset_sample_index`` [size] int64.
     """
-    shares = np.array(weights, dtype=np.float64)
+    order = _draw(np.array(weights, dtype=np.float64), size)
+    return {"dataset_index": order, "dataset_sample_index": _count_within(order, len(weights))}
+
+
+def exhaustive_indices(sizes: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    """The same where each sample of each dataset comes once, and a dataset that is used up is left out.
+
+    Args:
+        sizes: number of samples of each dataset, which is its weight too.
+
+    Returns:
+        As :func:`blend_indices`, with as many places as there are samples.
+    """
+    whole = np.array(sizes, dtype=np.int64)
+    filled = np.flatnonzero(whole)
+    order = filled.astype(np.int16)[_spend(whole[filled] / whole.sum(), whole[filled])]
+    return {"dataset_index": order, "dataset_sample_index": _count_within(order, len(whole))}
+
+
+def _spend(shares: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+    """Draw by shares until each dataset has been drawn as often as its size: [sum of sizes]."""
+    order = _draw(shares, int(sizes.sum()))
+    if (np.bincount(order, minlength=len(sizes)) == sizes).all():
+        return order
+    # Were numbers exact, shares of the sizes would never overdraw. Rounded ones may, close to the end.
+    overdrawn = np.flatnonzero(_count_within(order, len(sizes)) >= sizes[order])
+    start = int(overdrawn[0])
+    drawn = np.bincount(order[:start], minlength=len(sizes))
+    for place in range(start, len(order)):
+        lags = np.where(drawn < sizes, shares * max(place, 1) - drawn, -np.inf)
+        order[place] = pick = int(lags.argmax())
+        drawn[pick] += 1
+    return order
+
+
+def _draw(shares: npt.NDArray[np.float64], size: int) -> npt.NDArray[np.int16]:
+    """The dataset at each place: [size]."""
     order = np.empty(size, dtype=np.int16)
     drawn = np.zeros(len(shares))
     start = 0
@@ -91,7 +128,7 @@ def blend_indices(weights: tuple[float, ...], size: int) -> dict[str, npt.NDArra
         picks, drawn = _draw_lanes(shares, drawn, start, lanes, steps)
         order[start : start + lanes * steps] = picks.reshape(-1)
         start += lanes * steps
-    return {"dataset_index": order, "dataset_sample_index": _count_within(order, len(shares))}
+    return order
 
 
 def _draw_lanes(

@@ -111,7 +111,7 @@ _DATA_AND_FILES: Final = (
         "no attention mask is built where plain causal order needs none",
         switches="--no-create-attention-mask-in-dataloader",
     ),
-    *accepted("data files are always memory-mapped", switches="--no-mmap-bin-files --mmap-warmup"),
+    *accepted("mapped files are read when they are needed", switches="--mmap-warmup"),
     *accepted("sample indices are built by one thread of a rank", valued="--num-dataset-builder-threads"),
     *accepted(
         "checkpoints are always safetensors files with a manifest, which any layout can load",

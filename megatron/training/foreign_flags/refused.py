@@ -249,10 +249,6 @@ _DATA: Final = (
         valued="--data-impl --dataset-impl",
         harmless="mmap infer",
     ),
-    *refused(
-        "put --data-path (or --train-data-path and its like) with its values in a file, and give @FILE",
-        valued="--data-args-path --per-split-data-args-path",
-    ),
     *refused("put the flags in a file, as on a command line, and give @FILE", valued="--yaml-cfg"),
     *refused(
         "use --train-data-path, --valid-data-path and --test-data-path, each with weights and prefixes",
@@ -264,7 +260,6 @@ _DATA: Final = (
     *refused(
         "--dataloader-type cyclic shuffles all samples at once; leave it out", switches="--no-data-sharding"
     ),
-    *refused("fill-in-the-middle samples are not built; leave it out", valued="--fim-rate", harmless="0 0.0"),
     *refused("no token counts as padding; leave it out", switches="--allow-ambiguous-pad-tokens"),
     *refused(
         "tuning on conversations is not built; leave it out",

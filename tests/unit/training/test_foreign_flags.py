@@ -148,7 +148,7 @@ fp8-amax-history-len fp8-amax-compute-algo use-cpu-initialization
 no-persist-layer-norm log-progress timing-log-level timing-log-option no-initialization
 ckpt-fully-parallel-save ckpt-fully-parallel-load use-dist-ckpt dist-ckpt-format skip-train
 save-retain-interval use-rope-scaling squared-relu use-torch-fsdp2
-data-args-path barrier-with-L1-time no-barrier-with-level-1-timing wandb-save-dir use-sharp
+barrier-with-L1-time no-barrier-with-level-1-timing wandb-save-dir use-sharp
 use-ring-exchange-p2p standalone-embedding-stage overlap-p2p-communication no-overlap-p2p-communication
 delay-grad-reduce no-delay-grad-reduce use-tp-pp-dp-mapping
 init-method-xavier-uniform fp32-residual-connection onnx-safe openai-gelu adlr-autoresume

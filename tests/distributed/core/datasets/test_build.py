@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config import DataConfig
-from megatron.core.datasets import builder
+from megatron.core.datasets import gpt_builder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.harness import make_state, run_ranks
 
@@ -28,7 +28,7 @@ def write(folder):
 
 def build(paths, cache):
     config = DataConfig(data_path=paths, split="80,20,0", data_cache_path=str(cache))
-    return builder.build_datasets(
+    return gpt_builder.build_datasets(
         config, seq_length=16, seed=7, sizes=(200, 50, 0), eod=None, vocab_size=1000
     )
 
@@ -84,13 +84,13 @@ def test_only_one_rank_of_a_tensor_parallel_group_reads(tmp_path):
 
 
 def build_slowly(paths, folder):
-    quick = builder.build_gpt_indices
+    quick = gpt_builder.build_gpt_indices
 
     def slow(*args, **kwargs):
         time.sleep(1.5)
         return quick(*args, **kwargs)
 
-    builder.build_gpt_indices = slow
+    gpt_builder.build_gpt_indices = slow
     started = time.monotonic()
     splits = build(paths, Path(folder, "cache"))
     waited = time.monotonic() - started
