@@ -405,10 +405,11 @@ def _each_once(groups: list[list[list[LocalParameter]]]) -> list[LocalParameter]
 
 
 def _count_agreement(tally: _Tally, parallel: ParallelConfig, iteration: Iteration) -> None:
-    """What ranks tell each other: tokens that count, losses, the gradients' norm. All in float64."""
+    """What ranks tell each other, in float64: tokens that count, with waits for data; losses; the norm."""
     world = iteration.world_size
     model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    tally.reduce("world", world, 2, 8)
+    tally.reduce("world", world, 1, 3 * 8)
+    tally.reduce("world", world, 1, 8)
     tally.reduce("world", model, 1, 3 * 8)
     divided = sharding_strategy(parallel) != "no_shard"
     tally.reduce("dp", world // model, 1, (3 if divided else 1) * 8)
