@@ -74,6 +74,34 @@ def test_stages_that_send_the_same_share_the_lines_of_a_table(count):
     ]
 
 
+def test_what_does_not_change_the_count_may_be_left_out(count):
+    model = [*GPT2_SHAPE, *"--micro-batch-size 1 --vocab-size 101 --tensor-model-parallel-size 2".split()]
+    lengths = ("", "--train-samples 800", "--lr-warmup-samples 8", "--lr-warmup-iters 9 --lr 1e-3")
+    found = {count([*model, *words.split(), "--json"]) for words in lengths}
+    (said,) = {(code, output) for code, output, _ in found}
+    assert said[0] == 0, found
+    counted = json.loads(said[1])
+    assert (counted["world_size"], counted["num_microbatches"]) == (2, 1)
+    # Four a layer, one each for the embeddings and the output layer's input, and two for the loss.
+    assert counted["stages"][0]["tp"]["all_reduce"]["calls"] == 4 * 4 + 2 + 2
+
+
+def test_help_begins_with_the_tool_s_own_flags(count):
+    code, output, error = count(["--help"])
+    assert (code, error) == (0, "")
+    own, theirs = output.index("--world-size INT"), output.index("The flags of pretrain_gpt.py")
+    assert output.index("Count what each rank of a training run sends") < own < theirs
+    assert "--tensor-model-parallel-size INT" in output[theirs:]
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_world_without_ranks_is_refused(count, size):
+    code, _, error = count(flags("unused", GPT2_SHAPE, "--world-size", size))
+    assert code == 2
+    assert error.endswith(f"error: --world-size {size}: a job has at least 1 rank\n")
+    assert error.count("\n") == 1
+
+
 def test_a_world_that_the_layout_does_not_divide_is_refused(count):
     argv = flags("unused", GPT2_SHAPE, "--tensor-model-parallel-size", "2", "--world-size", "3")
     code, _, error = count(argv)
