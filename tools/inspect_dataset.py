@@ -124,8 +124,11 @@ def draw_lengths(lengths: dict[str, ValueCounts], title: str, output: Path) -> N
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, counts in lengths.items():
         edges, heights = log_histogram(counts)
-        axes.stairs(heights, edges, label=f"{counts.total:,} {name}, mean {counts.mean:.1f}", linewidth=1.5)
+        label = f"{counts.total:,} {name}" + (f", {counts.mean:,.1f} tokens each" if counts.total else "")
+        filled = name == "documents"
+        axes.stairs(heights, edges, label=label, fill=filled, alpha=0.4 if filled else 1, linewidth=1.5)
     axes.set(xscale="log", xlabel="length (tokens)", ylabel="how many", title=title)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.legend()
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f"{output.name}.partial-{os.getpid()}")

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.datasets import DatasetSplits, build_datasets
+from megatron.core.datasets import DatasetSplits
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.index_cache import IndexArrays
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
@@ -25,6 +25,7 @@ from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.checkpointing import check_source, find_source
 from megatron.training.config import RunConfig
 from megatron.training.console import configure, run_as_program
+from megatron.training.gpt_data import gpt_datasets
 from megatron.training.plan import samples_asked_for
 from megatron.training.progress import Progress
 
@@ -53,18 +54,6 @@ def job_to_come(argv: list[str], world_size: int | None) -> tuple[RunConfig, Tok
     check_source(source, config)
     resumed = source.manifest.state["progress"] if source.resumes else Progress().to_json()
     return config, tokenizer, Progress.from_json(resumed)
-
-
-def build_indices(config: RunConfig, tokenizer: Tokenizer | None, progress: Progress) -> DatasetSplits:
-    """The datasets of the job, as it will ask for them."""
-    return build_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.training.seed,
-        sizes=samples_asked_for(config, progress),
-        eod=tokenizer.eod if tokenizer is not None and tokenizer.has_eod else None,
-        vocab_size=config.model.true_vocab_size,
-    )
 
 
 def folders_of(dataset: Any) -> Iterator[tuple[bool, Path | None]]:
@@ -107,7 +96,7 @@ def main() -> None:
         raise ValueError(f"--world-size {own.world_size}: a job has at least one rank")
     config, tokenizer, progress = job_to_come(argv, own.world_size)
     start = time.perf_counter()
-    splits = build_indices(config, tokenizer, progress)
+    splits = gpt_datasets(config, tokenizer, samples_asked_for(config, progress))
     for line in splits.description:
         print(f" > {line}")
     print("\n".join(report(splits, time.perf_counter() - start)))

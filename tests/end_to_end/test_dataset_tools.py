@@ -277,7 +277,8 @@ def test_a_job_finds_every_index_that_was_prepared(tmp_path, run, job):
     assert len(described) == 6
     assert all(line in said.splitlines() for line in described)
     assert cache_of(cache) == prepared
-    # One iteration of 2 samples is done; two of 6 are to come. A third and two thirds of 14, rounded up, are 15.
+    # One iteration of 2 samples is done, two of 6 are to come: 14, of which a third and two thirds, rounded
+    # up, are 15.
     resumed = ["--load", saved, "--global-batch-size", "6", "--override-opt_param-scheduler"]
     code, said, error = run(prepare_cache, *argv, *resumed, "--world-size", 2)
     assert code == 0, error

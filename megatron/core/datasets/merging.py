@@ -35,10 +35,13 @@ class MergedCounts:
 
 
 class _CountedReads(IndexedDataset):
-    """A dataset that says of each block of tokens how many bytes have been asked for."""
+    """A dataset that says of each block of tokens how many bytes were read.
+
+    It reads the file and does not map it, so that memory shows what the work needs.
+    """
 
     def __init__(self, prefix: str, advance: Callable[[int], None]) -> None:
-        super().__init__(prefix)
+        super().__init__(prefix, mmap=False)
         self._advance = advance
 
     def tokens(self, start: int, count: int) -> npt.NDArray[Any]:
