@@ -46,6 +46,20 @@ def test_default_split_of_files_and_of_no_single_file():
     assert settled(base=BASE.replace("--mock-data", "--train-data-path corpus")).data.split is None
 
 
+def test_files_of_data_paths_stand_for_what_they_hold(tmp_path, capsys):
+    (tmp_path / "list").write_text("1 a 3 b\n")
+    (tmp_path / "table").write_text('{"train": ["a"], "valid": ["b"]}')
+    (tmp_path / "wrong").write_text('{"train": 1}')
+    without = BASE.replace("--mock-data", "")
+    listed = settled(f"--data-args-path {tmp_path}/list", base=without).data
+    assert listed == settled("--data-path 1 a 3 b", base=without).data
+    table = settled(f"--per-split-data-args-path {tmp_path}/table", base=without).data
+    assert table == settled("--train-data-path a --valid-data-path b", base=without).data
+    with pytest.raises(SystemExit):
+        settled(f"--per-split-data-args-path {tmp_path}/wrong", base=without)
+    assert f'--per-split-data-args-path {tmp_path}/wrong, "train": 1 is no list' in capsys.readouterr().err
+
+
 def test_micro_batches_of_a_step():
     (plan,) = batch_plans(settled("--global-batch-size 24", world=3), 3).values()
     assert (plan.num_microbatches, plan.data_parallel_size, plan.global_batch_size) == (4, 3, 24)

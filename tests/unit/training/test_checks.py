@@ -105,6 +105,7 @@ REFUSED = [
     ("--lr-decay-samples 3", 1, "--lr-decay-samples 3|--lr-decay-iters"),
     ("--lr-wsd-decay-samples 3", 1, "--lr-wsd-decay-samples 3"),
     ("--split 90,x,5", 1, "--split '90,x,5'"),
+    ("--multiple-validation-sets", 1, "--multiple-validation-sets|--valid-data-path"),
 ]
 
 
@@ -134,6 +135,8 @@ WRONG = [
     ("--seed 0", ["--seed 0", "at least 1"]),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", ["--lr-warmup-fraction", "--lr-warmup-iters"]),
     ("--train-data-path a --data-path b", ["--data-path"]),
+    ("--data-args-path a", ["--data-args-path", "--mock-data", "exclude each other"]),
+    ("--fim-rate 2", ["--fim-rate 2.0", "from 0 to 1"]),
     (
         "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
         ["--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict"],

@@ -100,6 +100,12 @@ WITHOUT = [
     ),
     ("--trace-iterations 5", "--trace-iterations has no effect without --trace-dir"),
     ("--log-communication", "--log-communication has no effect without --metrics-file or --tensorboard-dir"),
+    ("--no-mmap-bin-files", "--no-mmap-bin-files has no effect with --mock-data, which reads no files"),
+    ("--fim-rate 0.3 --fim-pad-token p", "--fim-rate, --fim-pad-token have no effect without --fim-data"),
+    (
+        "--eval-iters 0 --full-validation --eval-global-batch-size 4",
+        "--eval-global-batch-size, --full-validation have no effect with --eval-iters 0",
+    ),
     ("--no-save-optim", "--no-save-optim has no effect without --save"),
     ("--no-load-optim --no-load-rng", "--no-load-optim, --no-load-rng have no effect without --load"),
     ("--load x --finetune --no-load-rng", "--no-load-rng has no effect with --finetune, which takes"),

@@ -92,6 +92,7 @@ def test_every_difference_is_listed():
         "--micro-batch-size 1 --global-batch-size 2 --save elsewhere --log-interval 1 --num-workers 0",
         "--split 0.9,0.05,0.05 --data-path 0.3 /there/a 0.7 /there/b --data-cache-path cache",
         "--recompute-granularity full --rotary-base 5 --make-vocab-size-divisible-by 8 --init-method-std 0.1",
+        "--data-path 3 /there/a 7 /there/b --no-mmap-bin-files --full-validation",
         "--no-load-optim --load x --optimizer sgd",
         "--bf16",
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import blend
-from megatron.core.datasets.blend import Blend, blend_indices, normalize, parse_blend
+from megatron.core.datasets.blend import Blend, blend_indices, exhaustive_indices, normalize, parse_blend
 
 
 def numbers(text):
@@ -33,10 +33,44 @@ def test_golden_weights():
     assert blend_indices((0.5, 0.5), 6)["dataset_index"].tolist() == numbers("0 1 0 1 0 1")
 
 
+def draw_until_spent(weights, sizes):
+    drawn, order = [0] * len(sizes), []
+    for place in range(sum(sizes)):
+        lags = {
+            number: weights[number] * float(max(place, 1)) - float(drawn[number])
+            for number in range(len(sizes))
+            if drawn[number] < sizes[number]
+        }
+        order.append(max(lags, key=lambda number: lags[number]))  # the first of equals
+        drawn[order[-1]] += 1
+    return order
+
+
 def test_golden_every_sample_of_every_dataset_once():
-    arrays = blend_indices(normalize([2, 3, 5]), 10)
+    arrays = exhaustive_indices([2, 3, 5])
     assert arrays["dataset_index"].tolist() == numbers("2 1 0 2 1 2 0 2 1 2")
     assert arrays["dataset_sample_index"].tolist() == numbers("0 0 0 1 1 2 1 3 2 4")
+    assert [array.dtype for array in arrays.values()] == [np.int16, np.int64]
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_every_sample_once_equals_one_draw_after_the_other(monkeypatch, case):
+    monkeypatch.setattr(blend, "LANES", 16)
+    monkeypatch.setattr(blend, "LANE_STEPS", 32)
+    generator = np.random.default_rng(case)
+    sizes = generator.integers(0, 200, generator.integers(2, 12)).tolist() + [1] * case
+    arrays = exhaustive_indices(sizes)
+    assert arrays["dataset_index"].tolist() == draw_until_spent([size / sum(sizes) for size in sizes], sizes)
+    for number, size in enumerate(sizes):
+        found = arrays["dataset_sample_index"][arrays["dataset_index"] == number]
+        assert found.tolist() == list(range(size))
+
+
+def test_a_dataset_that_is_used_up_leaves_its_places_to_the_others():
+    # Weights that are not those of the sizes stand for what rounding does to blends of billions of samples.
+    weights, sizes = [0.7, 0.1, 0.2], [3, 9, 5]
+    order = blend._spend(np.array(weights), np.array(sizes))
+    assert order.tolist() == draw_until_spent(weights, sizes)
 
 
 @pytest.mark.parametrize("case", range(8))

@@ -22,9 +22,10 @@ def write(prefix, documents):
 
 
 def build(*paths, seq_length=10, seed=1234, sizes=(5, 0, 0), eod=EOD, vocab_size=1000, **options):
+    more = {name: options.pop(name) for name in ("validation_sets", "fim") if name in options}
     config = DataConfig(data_path=paths or None, **options)
     return build_datasets(
-        config, seq_length=seq_length, seed=seed, sizes=sizes, eod=eod, vocab_size=vocab_size
+        config, seq_length=seq_length, seed=seed, sizes=sizes, eod=eod, vocab_size=vocab_size, **more
     )
 
 
@@ -172,6 +173,52 @@ def test_components_are_sized_with_the_surplus(ten_and_twenty):
     # ceil(300 x 1.005) = 302 and ceil(700 x 1.005) = 704 samples asked for
     epochs = [len(part.indices["document_index"]) for part in dataset.datasets]
     assert epochs == [-(-(302 * 10 + 1) // 101), -(-(704 * 10 + 1) // 201)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_blend_of_no_size_gives_every_sample_once(ten_and_twenty, weighted):
+    words = [word for prefix in ten_and_twenty for word in (("5", prefix) if weighted else (prefix,))]
+    splits = build(train_data_path=tuple(words), valid_data_path=tuple(words), sizes=(8, None, 0), eod=None)
+    assert components(splits.valid) == [10, 20]
+    index = splits.valid.indices
+    drawn = zip(index["dataset_index"].tolist(), index["dataset_sample_index"].tolist(), strict=True)
+    assert sorted(drawn) == [(0, i) for i in range(10)] + [(1, i) for i in range(20)]
+    text = "\n".join(splits.description)
+    assert "valid: 30 samples of a blend of 2 datasets, every sample once" in text
+    assert ("once; weights have no effect" in text) is weighted
+    assert "10 samples wanted, 0.99 epochs" in text  # 10 x 10 of 101 tokens
+
+
+def test_validation_sets_are_kept_apart(ten_and_twenty, tmp_path):
+    a, b = ten_and_twenty
+    (tmp_path / "other").mkdir()
+    namesake = write(tmp_path / "other" / "a", [[3] * 60])
+
+    def sets(*words, size=15):
+        splits = build(train_data_path=(a,), valid_data_path=words, sizes=(5, size, 0), validation_sets=True)
+        assert splits.valid is None
+        return splits
+
+    asked = sets("9", a, "1", b)
+    assert [(name, len(dataset)) for name, dataset in asked.valid_sets] == [("a", 20), ("b", 20)]
+    assert [{int(sample["tokens"][0]) for sample in all_samples(one)} for _, one in asked.valid_sets] == [
+        {1},
+        {2},
+    ]
+    assert "valid: each dataset by itself; weights have no effect" in asked.description
+    whole = sets(a, b, size=None)
+    assert [len(dataset) for _, dataset in whole.valid_sets] == [10, 20]
+    assert [name for name, _ in sets(a, namesake).valid_sets] == [a, namesake]
+    assert sets(a, b, size=0).valid_sets == ()
+
+
+def test_files_read_without_mapping_give_the_same_samples(tmp_path):
+    prefix = write(tmp_path / "a", [range(100), range(200)])
+    mapped = build(prefix, split="1,0,0", sizes=(60, 0, 0)).train
+    read = build(prefix, split="1,0,0", sizes=(60, 0, 0), mmap_bin_files=False).train
+    assert (mapped.source.mmap, read.source.mmap) == (True, False)
+    for i in range(len(mapped)):
+        np.testing.assert_array_equal(mapped[i]["tokens"], read[i]["tokens"])
 
 
 def test_separate_paths_for_each_split(ten_and_twenty):
