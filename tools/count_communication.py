@@ -3,16 +3,16 @@
 
     python tools/count_communication.py --num-layers 24 ... --tensor-model-parallel-size 8 --world-size 64
 
-Takes the flags of pretrain_gpt.py, and of its own --world-size (default: as many ranks as one replica of the
-model needs) and --json. A run with --log-communication measures the same calls and bytes; what they mean is
-said in docs/communication.md.
+Takes the flags of pretrain_gpt.py too. Those of the model, the layout and the batch count; a length of the
+run, a learning rate and data may be left out. A run with --log-communication measures the same calls and
+bytes; docs/communication.md says what they mean. Of a global batch that grows, the largest size is counted.
 """
 
 import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ from megatron.planning.traffic import Iteration, Traffic, iteration_traffic
 from megatron.training.arguments import parse_arguments, resolve
 from megatron.training.config import RunConfig
 from megatron.training.console import run_as_program
+from megatron.training.flags import FlagParser
 from megatron.training.plan import batch_plans
+
+LONG = "1000000000"
+"""A length of the run that no schedule of the learning rate exceeds."""
 
 
 def settings(argv: list[str], world_size: int | None) -> tuple[RunConfig, int]:
@@ -32,14 +36,24 @@ def settings(argv: list[str], world_size: int | None) -> tuple[RunConfig, int]:
     Raises:
         ValueError: if the flags don't fit each other or the world.
     """
-    if world_size is not None and world_size < 1:
-        raise ValueError(f"--world-size {world_size}: a job has at least one rank")
-    config = parse_arguments(argv, "Count what the ranks of a training run send.")
+    config = parse_arguments([*what_does_not_count(argv), *argv], "")
     tokens = config.model.vocab_size
     if tokens is None and config.tokenizer.tokenizer_type:
         tokens = build_tokenizer(config.tokenizer, None).vocab_size
     world = config.parallel.model_parallel_size if world_size is None else world_size
     return resolve(config, None, tokens, world), world
+
+
+def what_does_not_count(argv: Sequence[str]) -> list[str]:
+    """Flags that a run needs, that don't change what it sends, and that are not on a command line."""
+    names = {word.partition("=")[0] for word in argv}
+    filled = [] if "--lr" in names else ["--lr", "1"]
+    if names.isdisjoint({"--train-iters", "--train-samples"}):
+        in_samples = any(name.startswith("--lr-") and name.endswith("-samples") for name in names)
+        filled += ["--train-samples" if in_samples else "--train-iters", LONG]
+    if not any(name.endswith("-data-path") or name in ("--data-path", "--mock-data") for name in names):
+        filled.append("--mock-data")
+    return filled
 
 
 def traffic_of_stages(config: RunConfig, world_size: int) -> tuple[Iteration, list[Traffic]]:
@@ -85,10 +99,21 @@ def as_json(iteration: Iteration, stages: list[Traffic]) -> dict[str, Any]:
 
 def main() -> None:
     """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int)
-    parser.add_argument("--json", action="store_true")
+    parser = FlagParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--world-size",
+        metavar="INT",
+        type=int,
+        help="ranks of the job; default as many as one replica of the model needs",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        print(parser.format_help())
+        parse_arguments(["--help"], "The flags of pretrain_gpt.py, which are taken too:")
     own, argv = parser.parse_known_args()
+    if own.world_size is not None and own.world_size < 1:
+        parser.error(f"--world-size {own.world_size}: a job has at least 1 rank")
     config, world_size = settings(argv, own.world_size)
     iteration, stages = traffic_of_stages(config, world_size)
     if own.json:

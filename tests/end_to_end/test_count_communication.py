@@ -108,8 +108,3 @@ def test_a_world_that_the_layout_does_not_divide_is_refused(count):
     assert code == 1
     assert "world size 3 is not a multiple of --tensor-model-parallel-size 2" in error
     assert "Traceback" not in error
-
-
-def test_a_world_without_ranks_is_refused(count):
-    code, _, error = count(flags("unused", GPT2_SHAPE, "--world-size", "0"))
-    assert (code, error) == (1, "error: --world-size 0: a job has at least one rank\n")
