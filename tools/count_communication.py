@@ -51,7 +51,7 @@ def what_does_not_count(argv: Sequence[str]) -> list[str]:
     if names.isdisjoint({"--train-iters", "--train-samples"}):
         in_samples = any(name.startswith("--lr-") and name.endswith("-samples") for name in names)
         filled += ["--train-samples" if in_samples else "--train-iters", LONG]
-    if not any(name.endswith("-data-path") or name in ("--data-path", "--mock-data") for name in names):
+    if not any(name.endswith(("data-path", "data-args-path", "--mock-data")) for name in names):
         filled.append("--mock-data")
     return filled
 

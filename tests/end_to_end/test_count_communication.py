@@ -77,7 +77,8 @@ def test_stages_that_send_the_same_share_the_lines_of_a_table(count):
 def test_what_does_not_change_the_count_may_be_left_out(count):
     model = [*GPT2_SHAPE, *"--micro-batch-size 1 --vocab-size 101 --tensor-model-parallel-size 2".split()]
     lengths = ("", "--train-samples 800", "--lr-warmup-samples 8", "--lr-warmup-iters 9 --lr 1e-3")
-    found = {count([*model, *words.split(), "--json"]) for words in lengths}
+    given = (*lengths, "--train-data-path x")
+    found = {count([*model, *words.split(), "--json"]) for words in given}
     (said,) = {(code, output) for code, output, _ in found}
     assert said[0] == 0, found
     counted = json.loads(said[1])
