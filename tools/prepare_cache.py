@@ -25,6 +25,7 @@ from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.checkpointing import check_source, find_source
 from megatron.training.config import RunConfig
 from megatron.training.console import configure, run_as_program
+from megatron.training.flags import FlagParser
 from megatron.training.gpt_data import gpt_datasets
 from megatron.training.plan import samples_asked_for
 from megatron.training.progress import Progress
@@ -36,7 +37,7 @@ def job_to_come(argv: list[str], world_size: int | None) -> tuple[RunConfig, Tok
     Raises:
         ValueError: if the job could not start with these flags.
     """
-    config = parse_arguments(argv, "Build the index files of a training job; see also --world-size.")
+    config = parse_arguments(argv, "")
     world = config.parallel.model_parallel_size if world_size is None else world_size
     configure(rank=0, world_size=1)
     refuse_misfits(config, world)
@@ -89,11 +90,20 @@ def report(splits: DatasetSplits, seconds: float) -> Iterator[str]:
 
 def main() -> None:
     """Build what is not there yet, and say what there is."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int)
+    parser = FlagParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--world-size",
+        metavar="INT",
+        type=int,
+        help="ranks of the job to come; default as many as one replica of the model needs",
+    )
+    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        print(parser.format_help())
+        parse_arguments(["--help"], "The flags of pretrain_gpt.py, which are taken too:")
     own, argv = parser.parse_known_args()
     if own.world_size is not None and own.world_size < 1:
-        raise ValueError(f"--world-size {own.world_size}: a job has at least one rank")
+        parser.error(f"--world-size {own.world_size}: a job has at least 1 rank")
     config, tokenizer, progress = job_to_come(argv, own.world_size)
     start = time.perf_counter()
     splits = gpt_datasets(config, tokenizer, samples_asked_for(config, progress))

@@ -43,7 +43,7 @@ def run(monkeypatch, capsys):
     """Calls a tool with a command line; gives exit code, standard output and standard error."""
 
     def call(tool, *arguments):
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [f"{tool.__name__.removeprefix('tools.')}.py", *map(str, arguments)])
         monkeypatch.setattr("signal.signal", lambda *_: None)
         code = 0
         try:
@@ -297,7 +297,7 @@ def test_indices_that_would_be_kept_nowhere_are_no_success(tmp_path, run, job):
     assert code == 1
     assert "error: the index files are kept nowhere" in error
     code, _, error = run(prepare_cache, *job, "--world-size", 0)
-    assert (code, error) == (1, "error: --world-size 0: a job has at least one rank\n")
+    assert (code, error) == (2, "prepare_cache.py: error: --world-size 0: a job has at least 1 rank\n")
     code, _, error = run(prepare_cache, *job, "--data-path", tmp_path / "on")
     assert code == 1
     assert "Did you mean" in error
