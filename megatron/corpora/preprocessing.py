@@ -42,6 +42,8 @@ class PreprocessConfig:
     """Language for splitting sentences; the built-in rules know English."""
     keep_newlines: bool = False
     """Keep the white space after a sentence in it."""
+    encoder: Literal["fastest", "own"] = "fastest"
+    """What makes ids: gigatoken where its ids are the tokenizer's, or always the tokenizer's own library."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
     vocab_size: int | None = None
@@ -112,6 +114,7 @@ class Preprocessing:
         self.kept_parts = 0
         self._reports: dict[int, Counter[str]] = {}
         self._advanced = 0
+        self._began_anew = False
 
     def _state_of_files(self) -> list[tuple[int, int]]:
         return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, self._files)]
@@ -143,14 +146,17 @@ class Preprocessing:
         """
         for line in self._notes:
             note(line)
-        everything = [stretch for stretches in self._parts.values() for stretch in stretches]
-        encode, why = choose_encoder(self._tokenizer, sample_texts(everything, self._config.json_keys))
-        note(why)
+        encode: BatchEncoder = ReferenceEncoder(self._tokenizer)
+        if self._config.encoder == "fastest":
+            everything = [stretch for stretches in self._parts.values() for stretch in stretches]
+            encode, why = choose_encoder(self._tokenizer, sample_texts(everything, self._config.json_keys))
+            note(why)
         try:
             self._write(encode, self._config.resume, advance, note)
         except EncoderDiffersError as difference:
             note(f"{difference}: beginning anew with the tokenizer's own library")
             self._advance(-self._advanced, advance)
+            self._began_anew = True
             self.counts.clear()
             self._write(ReferenceEncoder(self._tokenizer), False, advance, note)
 
@@ -192,7 +198,7 @@ class Preprocessing:
         self, writer: PartedWriter, advance: Callable[[int], None], note: Callable[[str], None]
     ) -> None:
         """Count in what an earlier run has finished."""
-        if writer.deleted:
+        if writer.deleted and not self._began_anew:
             note(f"deleted {writer.deleted} finished parts of an earlier run; --resume would go on from them")
         if writer.finished:
             note(f"{len(writer.finished)} of {len(self._parts)} parts are finished already")

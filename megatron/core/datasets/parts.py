@@ -231,6 +231,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _first_change(before: Any, now: Any, where: str = "") -> str | None:
     """In words the first difference of two JSON values."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = dict(enumerate(before)), dict(enumerate(now))
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
             change = _first_change(before.get(key), now.get(key), f"{where} {key}".lstrip())

@@ -7,16 +7,16 @@ first is encoded, and on short pieces all along.
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from gigatoken.gigatoken_rs import load_hf_json
 
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.tokenizer import NO_TEXT_HOLDS, Tokenizer
 
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
 """[t] ids of some texts, one after another, and [n] how many belong to each."""
@@ -119,13 +119,14 @@ def choose_encoder(tokenizer: Tokenizer, sample: Iterable[str]) -> tuple[BatchEn
         It, and a line that says which it is and why.
     """
     reference = ReferenceEncoder(tokenizer)
-    if tokenizer.encoder_json is None:
+    spec = tokenizer.encoder_json
+    if spec is None:
         return reference, f"encoding with {reference.name}'s own library"
     try:
-        fast = GigatokenEncoder(tokenizer.encoder_json)
+        fast = GigatokenEncoder(spec)
     except ValueError as error:
         return reference, f"encoding with {reference.name}'s own library (not with gigatoken: {error})"
-    texts = [*NASTY_TEXTS, *_spelled_out(tokenizer.encoder_json), *sample]
+    texts = [*NASTY_TEXTS, *_spelled_out(spec), *sample]
     difference = first_difference(fast, reference, texts)
     if difference is not None:
         return reference, f"encoding with {reference.name}'s own library, since {difference}"
@@ -152,6 +153,6 @@ def first_difference(fast: BatchEncoder, reference: BatchEncoder, texts: Sequenc
 
 def _spelled_out(encoder_json: str) -> list[str]:
     """Texts that hold the names of special tokens, which are ordinary text unless asked otherwise."""
-    names = [str(token["content"]) for token in json.loads(encoder_json).get("added_tokens") or ()]
-    plain = [name.lstrip("\U0010ffff") for name in names[:1000]]
+    names = [str(token["content"]) for token in orjson.loads(encoder_json).get("added_tokens") or ()]
+    plain = [name.removeprefix(NO_TEXT_HOLDS) for name in names[:1000]]
     return [f"a{name}b {name} {name}{name}" for name in plain]
