@@ -23,7 +23,8 @@ class DataConfig:
     data_args_path: str | None = None
     """File that holds what would follow --data-path, in its place."""
     per_split_data_args_path: str | None = None
-    """JSON file in place of the three flags above: {"train": [...], "valid": [...], "test": [...]}."""
+    """JSON file in place of --train-, --valid- and --test-data-path: {"train": [...], "valid": [...],
+    "test": [...]}."""
     data_cache_path: str | None = None
     """Folder for sample indices; default a folder cache/ beside each dataset."""
     mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")

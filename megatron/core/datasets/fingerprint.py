@@ -19,8 +19,8 @@ def content_digest(source: SequenceSource, *, documents: bool = False) -> str:
 
     It covers the token type, the numbers of sequences, documents and tokens, and 32 blocks of 4,096 entries
     each of the sequence lengths and of the tokens: all of them up to 131,072. Of a larger file what lies
-    between the blocks is not seen, unless it changes a number: a few tokens written over in place, say.
-    Another tokenizer, other documents, or another order of them always change blocks too.
+    between the blocks is not seen, unless it changes a number or moves what comes after it: a token written
+    over in place, say. A corpus made anew, shuffled, or by another tokenizer changes blocks too.
 
     Args:
         source: the dataset.

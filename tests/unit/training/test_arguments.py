@@ -6,6 +6,7 @@ import pytest
 from megatron.core.config import TransformerConfig
 from megatron.training.arguments import parse_arguments, refuse_misfits, resolve
 from megatron.training.config import RunConfig
+from megatron.training.gpt_data import gpt_datasets
 from megatron.training.plan import batch_plans, run_schedule, schedule_lengths
 
 BASE = (
@@ -58,6 +59,11 @@ def test_files_of_data_paths_stand_for_what_they_hold(tmp_path, capsys):
     with pytest.raises(SystemExit):
         settled(f"--per-split-data-args-path {tmp_path}/wrong", base=without)
     assert f'--per-split-data-args-path {tmp_path}/wrong, "train": 1 is no list' in capsys.readouterr().err
+
+
+def test_rearranging_text_takes_a_tokenizer():
+    with pytest.raises(ValueError, match="--fim-data turns samples back into text: give the tokenizer"):
+        gpt_datasets(settled("--fim-data"), None, (4, 0, 0))
 
 
 def test_micro_batches_of_a_step():

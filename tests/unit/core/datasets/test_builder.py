@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from megatron.core.config import DataConfig
+from megatron.core.config import DataConfig, FimConfig
 from megatron.core.datasets import SequentialSampler, build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.unit.core.datasets import test_fim as fim
 
 EOD = 999
 
@@ -219,6 +220,18 @@ def test_files_read_without_mapping_give_the_same_samples(tmp_path):
     assert (mapped.source.mmap, read.source.mmap) == (True, False)
     for i in range(len(mapped)):
         np.testing.assert_array_equal(mapped[i]["tokens"], read[i]["tokens"])
+
+
+def test_text_of_all_splits_is_rearranged(tmp_path):
+    text = "the middle comes last"
+    prefix = write(tmp_path / "a", [[*map(ord, text), fim.EOD]] * 40)
+    more = {"split": "1,1,0", "sizes": (5, 5, 0), "vocab_size": 137, "eod": fim.EOD, "seq_length": 44}
+    config = FimConfig(fim_data=True, fim_rate=1.0, fim_spm_rate=0.0)
+    splits = build(prefix, fim=(config, fim.Characters()), **more)
+    for dataset in (splits.train, splits.valid):
+        for sample in all_samples(dataset):
+            assert fim.PREFIX in sample["tokens"]
+    assert fim.PREFIX not in build(prefix, **more).train[0]["tokens"]
 
 
 def test_separate_paths_for_each_split(ten_and_twenty):
