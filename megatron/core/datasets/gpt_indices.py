@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatron.core.datasets.legacy_shuffle import shuffle
 
-CHUNK: Final = 1 << 20
+CHUNK: Final = 1 << 18
 """Documents, and samples, that are worked on at a time; bounds the memory beside the arrays themselves."""
 INT32_MAX: Final = 2**31 - 1
 MIXED_EPOCH_SHARE: Final = 0.80
@@ -167,7 +167,7 @@ def _fill_sample_index(
     row, base = 0, 0
     for start in range(0, len(documents), CHUNK):
         chunk = documents[start : start + CHUNK]
-        chunk_lengths = lengths[chunk - first if first else chunk]
+        chunk_lengths = lengths.take(chunk - first if first else chunk)
         # All token positions in 64 bits: over the epochs they pass 2^31 long before anything else does.
         ends = np.cumsum(chunk_lengths, dtype=np.int64)
         ends += base

@@ -41,7 +41,7 @@ DTYPES: Final[dict[int, np.dtype[Any]]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-CHUNK: Final = 1 << 20
+CHUNK: Final = 1 << 18
 """Index entries that are checked, or laid out for writing, at a time: it needs little memory."""
 LONGEST_SEQUENCE: Final = 2**31 - 1
 

@@ -293,12 +293,16 @@ class IndexedDatasetBuilder:
         documents = np.asarray(self._documents)
         index.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         index.write(lengths.astype("<i4", copy=False).data)
-        end = 0
+        # In 64 bits: in bytes they pass 2 GiB long before lengths do.
+        ends = np.zeros(CHUNK + 1, dtype="<i8")
         for start in range(0, len(lengths), CHUNK):
-            # 64 bits before the sum: offsets pass 2 GiB long before lengths do.
-            offsets = np.cumsum(lengths[start : start + CHUNK], dtype=np.int64) * self.dtype.itemsize
-            index.write((end + np.concatenate(([0], offsets[:-1]))).astype("<i8").data)
-            end += int(offsets[-1])
+            some = lengths[start : start + CHUNK]
+            before, ends[0] = int(ends[0]), 0
+            np.cumsum(some, out=ends[1 : len(some) + 1])
+            ends *= self.dtype.itemsize
+            ends += before
+            index.write(ends[: len(some)].data)
+            ends[0] = ends[len(some)]
         index.write(documents.astype("<i8", copy=False).data)
 
     def discard(self) -> None:

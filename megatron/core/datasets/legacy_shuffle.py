@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-COMPILED_FROM: Final = 1 << 25
+COMPILED_FROM: Final = 1 << 24
 """Length from which an array is worth the second that compiling the loops takes."""
 TAIL: Final = 1 << 17
 """Places below this lie in the processor's cache and are left to NumPy; a power of 2."""
