@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import tokenizers
 
-from megatron.core.config.fim import FimConfig
+from megatron.core.config import FimConfig, TokenizerConfig
 from megatron.core.datasets.fim import FillInTheMiddle
+from megatron.core.tokenizers import build_tokenizer
 
 SPECIAL = {
     "<fim_prefix>": 130,
@@ -198,3 +200,42 @@ def test_tokens_that_are_missing_are_named_with_their_flags():
 def test_flags_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         FimConfig(**options)
+
+
+def test_text_of_a_byte_level_tokenizer_comes_back(tmp_path):
+    """Real ids, and characters of several bytes: only text that begins or ends inside one stays as it is."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    names = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=names,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "Größe über alles: 東京 to Köln — naïve <fim_middle> façade. "
+    library.train_from_iterator([text * 20], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    )
+    prefix, middle, suffix, pad, eod = (library.token_to_id(name) for name in names)
+    ids = tokenizer.encode(text * 3)
+    assert not {prefix, middle, suffix, pad} & set(ids)  # spelled out where they are only text
+    change = FillInTheMiddle(FimConfig(fim_data=True, fim_rate=1.0, fim_spm_rate=0.5), tokenizer, 1)
+    whole, changed = tokenizer.decode(ids), 0
+    for key in range(60):
+        tokens = np.array([*ids[key % 20 :], *[eod] * 60], np.int64)  # room for what becomes longer
+        found = [token for token in change.apply(tokens, key).tolist() if token >= 0]
+        document = found[: found.index(eod)]
+        if prefix not in document:
+            assert "\ufffd" in tokenizer.decode(tokens.tolist())
+            assert document == ids[key % 20 :]
+            continue
+        before_middle, after_middle = split(document[1:], middle)
+        before, after = split(before_middle, suffix)
+        pieces = [after_middle, after] if document[1] == suffix else [before, after_middle, after]
+        assert whole.endswith("".join(map(tokenizer.decode, pieces)))
+        changed += 1
+    assert changed > 40
