@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from megatron.training.run import Chunk, Division, EvaluationData, Readers, Run
 from megatron.training.task import Batch, SplitDatasets, Stage, Task, parameter_dtype
 
 log = logging.getLogger(__name__)
+
+_SHOWN_DIFFERENCES: Final = 10
+"""Entries of the data's fingerprint that a refusal lists."""
 
 
 def build_run(
@@ -221,8 +224,10 @@ def _check_data(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None
     if names:
         lines = "".join(
             f"\n  {name}: {saved.get(name, 'nothing')} in the checkpoint, {own.get(name, 'nothing')} now"
-            for name in names
+            for name in names[:_SHOWN_DIFFERENCES]
         )
+        if len(names) > _SHOWN_DIFFERENCES:
+            lines += f"\n  and {len(names) - _SHOWN_DIFFERENCES} more"
         raise ValueError(
             f"the training data differs from what the checkpoint's run has read:{lines}\ngive it the same "
             "data, or --finetune to begin a new run from its weights"

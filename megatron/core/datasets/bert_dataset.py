@@ -294,6 +294,7 @@ def build_bert_split(
     """
 
     def build(allocate: Allocate) -> dict[str, npt.NDArray[Any]]:
+        source.verify()
         return build_bert_mapping(
             source.document_indices[documents.start : documents.stop + 1],
             source.sequence_lengths,
