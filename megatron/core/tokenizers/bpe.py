@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -175,7 +176,7 @@ def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     merge_path = named_file("--merge-file", config.merge_file, kind, "a merges.txt")
     source = f"--vocab-file {config.vocab_file} --merge-file {config.merge_file}"
     vocabulary = read_json(vocab_path)
-    if not all(isinstance(token_id, int) for token_id in vocabulary.values()):
+    if not set(map(type, vocabulary.values())) <= {int}:
         raise ValueError(f"{vocab_path}: not a vocab.json, which maps tokens to ids")
     try:
         model = models.BPE.from_file(str(vocab_path), str(merge_path))
@@ -190,7 +191,7 @@ def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     return LibraryTokenizer(
         kind,
         source,
-        json.loads(library.to_str()),
+        orjson.loads(library.to_str()),
         SpecialNames(eos=end),
         num_sentinels=config.vocab_extra_ids,
         parse_special_tokens=config.parse_special_tokens,
@@ -271,7 +272,11 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: naming the file, if it holds none.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        try:
+            value = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            value = json.loads(content)  # takes more, and says better what is wrong
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
@@ -286,7 +291,7 @@ def load_library_tokenizer(spec: dict[str, Any], source: str) -> tokenizers.Toke
         ValueError: if the library refuses it.
     """
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+        return tokenizers.Tokenizer.from_str(orjson.dumps(spec).decode())
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a malformed file
         raise ValueError(f"{source}: the tokenizers library cannot read it: {error}") from None
 
@@ -304,17 +309,22 @@ def without_special_text(spec: dict[str, Any], special: set[str]) -> dict[str, A
     model = dict(spec["model"])
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
-        model["vocab"] = {renamed(token): token_id for token, token_id in vocabulary.items()}
+        model[
+            "vocab"
+        ] = {  # written out, as are the merges: a call for each of them takes longer than the rest
+            (NO_TEXT_HOLDS + token if token in special else token): token_id
+            for token, token_id in vocabulary.items()
+        }
     elif isinstance(vocabulary, list):
         model["vocab"] = [[renamed(token), score] for token, score in vocabulary]
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = renamed(model["unk_token"])
     if model.get("merges"):
-        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, special)]
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [
+            merge
+            for merge, (left, right) in zip(model["merges"], pairs, strict=True)
+            if left not in special and right not in special and left + right not in special
+        ]
     added = [{**token, "content": renamed(token["content"])} for token in spec.get("added_tokens") or ()]
     return {**spec, "model": model, "added_tokens": added}
-
-
-def _touches(merge: str | list[str], special: set[str]) -> bool:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left in special or right in special or left + right in special
