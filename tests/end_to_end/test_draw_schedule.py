@@ -111,15 +111,18 @@ def write(path, events):
     path.write_text(json.dumps(to_chrome_trace(events)))
 
 
-def test_a_measured_timeline_is_the_last_step_of_one_rank_for_each_stage(paint, tmp_path):
+def test_a_measured_timeline_is_the_last_step_of_each_stage(paint, tmp_path):
     traces, out = tmp_path / "traces", tmp_path / "measured.json"
     traces.mkdir()
-    for rank, (stage, begin) in enumerate(((0, 5000.0), (0, 5050.0), (1, 5001.0), (1, 5051.0))):
-        write(traces / f"rank{rank}.json", run_of(stage, begin))
+    for stage, begin in enumerate((5000.0, 5001.0)):
+        write(traces / f"stage_{stage:02d}.json", run_of(stage, begin))
+    (traces / "events.json").write_text("[]")  # another program's, in the same folder
+    (traces / "stage_00.json.old").write_text("")
     said = paint("--trace", traces, "--out", out)
     # Of 8 ms each (forwards of 1, backwards of 3), the second stage begins 1 ms later.
     assert (
-        "measured, step 1 of 2\n9 ms, bubble 12.5% of the ideal time, peak activations by stage 2 2" in said
+        "measured, step 1 of 2\n9 ms, bubble 12.5% of the 8 ms that the busiest stage works, "
+        "peak activations by stage 2 2" in said
     )
     events = [event for event in from_chrome_trace(json.loads(out.read_text())) if event.is_action]
     assert len(events) == 8
@@ -127,7 +130,7 @@ def test_a_measured_timeline_is_the_last_step_of_one_rank_for_each_stage(paint, 
     assert events[1].start_ms == pytest.approx(1.0)
     assert max(event.end_ms for event in events) == pytest.approx(9.0)
     assert "7 ms, bubble 16.7%" in paint("--trace", traces, "--step", 0, "--out", tmp_path / "measured.png")
-    assert "6 ms, bubble 0.0%" in paint("--trace", traces / "rank3.json", "--step", -2, "--out", out)
+    assert "6 ms, bubble 0.0%" in paint("--trace", traces / "stage_01.json", "--step", -2, "--out", out)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +157,40 @@ def test_a_measured_timeline_is_the_last_step_of_one_rank_for_each_stage(paint, 
         ([*plan("zb-v"), "--weight-ms", "3", "--out", "x.png"], "--weight-ms 3 is a part of --backward-ms 2"),
         (
             [*plan("1f1b"), "--chunks", "2", "--out", "x.png"],
-            "--pipeline-schedule 1f1b takes 1 chunk a stage",
+            "error: --schedule 1f1b takes 1 chunk a stage, not 2: see --chunks\n",
         ),
-        ([*plan("interleaved", 4, 6), "--out", "x.png"], "Valid counts of micro-batches near it: 4, 8, 12."),
-        (["--trace", "{empty}", "--out", "x.png"], "--trace {empty} holds no .json"),
-        (["--trace", "{empty}/no.json", "--out", "x.png"], "{empty}/no.json: No such file or directory"),
+        (
+            [*plan("interleaved", 4, 6), "--out", "x.png"],
+            "error: --schedule interleaved cannot run 6 micro-batches in groups of 4 over --stages 4: the "
+            "last group would have 2, fewer than the stages. Valid counts of micro-batches near it: 4, 8, "
+            "12. Change --microbatches, or give --group-size 6\n",
+        ),
+        (
+            [*plan("interleaved"), "--group-size", "3", "--out", "x.png"],
+            "error: --group-size 3 is less than --stages 4: a stage would wait in every turn",
+        ),
+        (
+            [*plan("gpipe"), "--group-size", "4", "--out", "x.png"],
+            "error: --group-size 4 is for --schedule interleaved, not gpipe\n",
+        ),
+        ([*plan("1f1b", 0), "--out", "x.png"], "--stages 0: must be at least 1"),
+        ([*plan("1f1b"), "--chunks", "0", "--out", "x.png"], "--chunks 0: must be at least 1"),
+        (
+            [*plan("1f1b"), "--forward-ms", "0", "--backward-ms", "0", "--out", "x.png"],
+            "--forward-ms 0 and --backward-ms 0: give one of them a time above 0",
+        ),
+        (
+            [*plan("1f1b", 2000, 1000), "--out", "x.png"],
+            "4,000,000 boxes are more than a picture can show, 2,000,000: give fewer --stages, --microb",
+        ),
+        ([*plan("1f1b"), "--out", "{good}/x.png"], "--out {good}/x.png: a part of it is a file, not a"),
+        ([*plan("1f1b"), "--out", "{folder}"], "--out {folder}: it is a folder"),
+        (["--trace", "{empty}", "--out", "x.png"], "--trace {empty} holds no stage_NN.json"),
+        (
+            ["--trace", "{empty}/no.json", "--out", "x.png"],
+            "--trace {empty}/no.json: there is no such file or folder",
+        ),
+        (["--trace", "{still}", "--out", "x.png"], "{still}: no action of step 0 takes any time"),
         (["--trace", "{other}", "--out", "x.png"], "{other}: not a timeline: it has no list of traceEvents"),
         (["--trace", "{broken}", "--out", "x.png"], "{broken}: Expecting value"),
         (
@@ -169,17 +201,22 @@ def test_a_measured_timeline_is_the_last_step_of_one_rank_for_each_stage(paint, 
 )
 def test_what_cannot_be_drawn_is_one_line(monkeypatch, capsys, tmp_path, arguments, said):
     monkeypatch.chdir(tmp_path)
-    names = {name: tmp_path / f"{name}.json" for name in ("other", "broken", "good")}
+    names = {name: tmp_path / f"{name}.json" for name in ("other", "broken", "good", "still")}
+    names["folder"] = tmp_path / "folder.svg"
+    names["folder"].mkdir()
     names["empty"] = tmp_path / "empty"
     names["empty"].mkdir()
     names["other"].write_text("{}")
     names["broken"].write_text("")
     write(names["good"], run_of(0, 0))
+    write(names["still"], [TimelineEvent(0, "forward", 0, 0, 1.0, 1.0)])
     monkeypatch.setattr(sys, "argv", ["draw_schedule.py", *(str(word).format(**names) for word in arguments)])
     with pytest.raises(SystemExit) as stop:
         run_as_program(draw_schedule.main)
-    assert stop.value.code == 1
+    spoilt = said.startswith(("{other}", "{broken}", "{still}"))
+    assert stop.value.code == (1 if spoilt else 2)
     error = capsys.readouterr().err
     assert said.format(**names) in error
     assert error.count("\n") == 1
-    assert not (tmp_path / "x.png").exists()
+    assert not list(tmp_path.glob("**/*x.png"))
+    assert not list(tmp_path.glob(".*"))

@@ -6,6 +6,7 @@ of them, one simulator times any of them, one painter draws any of them.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.actions import Action, Kind, Schedule
 from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
@@ -19,11 +20,29 @@ SCHEDULE_CHUNKS: dict[str, range] = {
 }
 """Schedules by the name that ``--pipeline-schedule`` takes, with the chunks that a stage may have."""
 
-GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+@dataclass(frozen=True)
+class ScheduleFlags:
+    """What a user calls the numbers that a schedule is made of; those of a training run."""
+
+    schedule: str = "--pipeline-schedule"
+    stages: str = "--pipeline-model-parallel-size"
+    microbatches: str = "--global-batch-size or --micro-batch-size"
+    chunks: str = "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+    group_size: str = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+TRAINING_FLAGS = ScheduleFlags()
 
 
 def build_schedule(
-    name: str, *, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    group_size: int | None = None,
+    flags: ScheduleFlags = TRAINING_FLAGS,
 ) -> Schedule:
     """The schedule that ``--pipeline-schedule`` names.
 
@@ -33,12 +52,13 @@ def build_schedule(
         microbatches: micro-batches of a step.
         chunks: model chunks of each stage: several for interleaved, two for zb-v, otherwise one.
         group_size: of interleaved only, see :func:`interleaved`.
+        flags: what to call these numbers in messages.
 
     Raises:
         ValueError: naming the flags that don't fit, with their values and what would be valid.
     """
     if name not in SCHEDULE_CHUNKS:
-        raise ValueError(f"--pipeline-schedule {name}: there is {', '.join(SCHEDULE_CHUNKS)}")
+        raise ValueError(f"{flags.schedule} {name}: there is {', '.join(SCHEDULE_CHUNKS)}")
     if stages < 1 or microbatches < 1:
         raise ValueError(
             f"{stages} stages and {microbatches} micro-batches: a schedule needs at least 1 of each"
@@ -47,13 +67,12 @@ def build_schedule(
         wanted = {1: "1 chunk", 2: "2 chunks"}[SCHEDULE_CHUNKS[name].start]
         more = " or more" if name == "interleaved" else ""
         raise ValueError(
-            f"--pipeline-schedule {name} takes {wanted}{more} a stage, not {chunks}: see "
-            f"--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+            f"{flags.schedule} {name} takes {wanted}{more} a stage, not {chunks}: see {flags.chunks}"
         )
     if name == "interleaved":
-        return interleaved(stages, microbatches, chunks, group_size)
+        return interleaved(stages, microbatches, chunks, group_size, flags)
     if group_size is not None:
-        raise ValueError(f"{GROUP_FLAG} {group_size} is for --pipeline-schedule interleaved, not {name}")
+        raise ValueError(f"{flags.group_size} {group_size} is for {flags.schedule} interleaved, not {name}")
     simple: dict[str, Callable[[int, int], Schedule]] = {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
@@ -93,7 +112,13 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     )
 
 
-def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | None = None) -> Schedule:
+def interleaved(
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    group_size: int | None = None,
+    flags: ScheduleFlags = TRAINING_FLAGS,
+) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     Each stage holds several chunks of the model. It runs a group of micro-batches through its first chunk,
@@ -108,6 +133,7 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
         chunks: model chunks of each stage, at least 2.
         group_size: micro-batches of a group, at least ``stages``; default ``stages``. The last group may be
             smaller than the others, but not than ``stages``: its outputs would not be back in time.
+        flags: what to call these numbers in messages.
 
     Raises:
         ValueError: if the groups are too small, with the counts of micro-batches that would be valid.
@@ -115,11 +141,11 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
     group_size = stages if group_size is None else group_size
     if group_size < stages:
         raise ValueError(
-            f"{GROUP_FLAG} {group_size} is less than --pipeline-model-parallel-size {stages}: a stage would "
-            f"wait in every turn; give at least {stages}"
+            f"{flags.group_size} {group_size} is less than {flags.stages} {stages}: a stage would wait in "
+            f"every turn; give at least {stages}"
         )
     if not _groups_are_full(microbatches, stages, group_size):
-        raise ValueError(_why_not_interleaved(microbatches, stages, group_size))
+        raise ValueError(_why_not_interleaved(microbatches, stages, group_size, flags))
     groups = [range(i, min(i + group_size, microbatches)) for i in range(0, microbatches, group_size)]
     down, up = range(chunks), range(chunks - 1, -1, -1)
     forwards = [Action("forward", chunk, i) for group in groups for chunk in down for i in group]
@@ -158,19 +184,18 @@ def _groups_are_full(microbatches: int, stages: int, group_size: int) -> bool:
     return rest == 0 or rest >= stages
 
 
-def _why_not_interleaved(microbatches: int, stages: int, group_size: int) -> str:
+def _why_not_interleaved(microbatches: int, stages: int, group_size: int, flags: ScheduleFlags) -> str:
     """What is wrong with a number of micro-batches, and which would do."""
     rest = microbatches % group_size
     first = max(microbatches - 2 * group_size, stages)
     counts = range(first, microbatches + 2 * group_size + 1)
     valid = ", ".join(str(n) for n in counts if _groups_are_full(n, stages, group_size))
     message = (
-        f"--pipeline-schedule interleaved cannot run {microbatches} micro-batches in groups of {group_size} "
-        f"over --pipeline-model-parallel-size {stages}: the last group would have {rest}, fewer than the "
-        f"stages. Valid counts of micro-batches near it: {valid}. Change --global-batch-size or "
-        f"--micro-batch-size"
+        f"{flags.schedule} interleaved cannot run {microbatches} micro-batches in groups of {group_size} "
+        f"over {flags.stages} {stages}: the last group would have {rest}, fewer than the stages. Valid "
+        f"counts of micro-batches near it: {valid}. Change {flags.microbatches}"
     )
     if microbatches < stages:
         return message
     size = next(n for n in itertools.count(stages) if _groups_are_full(microbatches, stages, n))
-    return f"{message}, or give {GROUP_FLAG} {size}"
+    return f"{message}, or give {flags.group_size} {size}"

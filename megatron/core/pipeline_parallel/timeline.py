@@ -44,6 +44,8 @@ class Summary:
 
     makespan_ms: float
     """Time from the first action's start to the last one's end."""
+    ideal_ms: float
+    """Time that the busiest stage has worked, all its actions together."""
     bubble: float
     """Idle time over ideal time, where ideal is the busiest stage working without a pause."""
     peak_activations: dict[int, int]
@@ -73,7 +75,8 @@ def summarize(step: Iterable[TimelineEvent]) -> Summary:
         raise ValueError("the timeline has no action")
     makespan = max(action.end_ms for action in actions) - actions[0].start_ms
     ideal = max(busy.values())
-    return Summary(makespan, (makespan - ideal) / ideal if ideal else 0.0, dict(sorted(peaks.items())))
+    bubble = (makespan - ideal) / ideal if ideal else 0.0
+    return Summary(makespan, ideal, bubble, dict(sorted(peaks.items())))
 
 
 def split_steps(events: Iterable[TimelineEvent]) -> list[list[TimelineEvent]]:

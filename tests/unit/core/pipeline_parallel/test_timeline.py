@@ -104,7 +104,8 @@ def test_a_summary_by_hand():
         TimelineEvent(0, "wait", 0, 0, 14.0, 19.0),
         TimelineEvent(0, "backward", 0, 0, 19.0, 20.0),
     ]
-    assert summarize(step) == Summary(makespan_ms=10.0, bubble=1.0, peak_activations={0: 2, 1: 1})
+    peaks = {0: 2, 1: 1}
+    assert summarize(step) == Summary(makespan_ms=10.0, ideal_ms=5.0, bubble=1.0, peak_activations=peaks)
     with pytest.raises(ValueError, match="no action"):
         summarize(step[4:5])
 
