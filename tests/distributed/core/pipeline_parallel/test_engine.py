@@ -97,23 +97,38 @@ def test_evaluation_runs_forwards_only():
                 assert losses == []
 
 
-def _many_iterations(pp, iterations):
+def _many_iterations(pp, iterations, kinds):
+    """The last results of each kind of schedule, whose two cases take turns, the first one last."""
     state = make_state(pp=pp)
-    kinds = [
-        [Case("1f1b", 1, count) for count in (1, 3)],
-        [Case("interleaved", 2, count, count) for count in (pp, pp + 1)],
-    ]
     stages = [Stage(state, cases[0]) for cases in kinds]
     results = []
     for iteration in range(iterations):
         for stage, cases in zip(stages, kinds, strict=True):
             losses = stage.step(cases[iteration % 2], seed=iteration, forward_only=iteration % 5 == 1)
             results.append((losses, stage.gradients()))
-    return results[-2:]
+    return results[-len(kinds) :]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_two_hundred_iterations_of_1f1b_and_of_interleaved_do_not_hang(pp):
-    ranks = run_ranks(pp, _many_iterations, pp, 201)
+    kinds = [
+        [Case("1f1b", 1, count) for count in (1, 3)],
+        [Case("interleaved", 2, count, count) for count in (pp, pp + 1)],
+    ]
+    ranks = run_ranks(pp, _many_iterations, pp, 201, kinds)
     assert assert_equals_dense(ranks, 0, 1, seed=200) == 1
     assert assert_equals_dense(ranks, 1, pp, seed=200) == 1
+
+
+@pytest.mark.parametrize(
+    ("pp", "iterations"),
+    [
+        (4, 41),
+        pytest.param(2, 201, marks=pytest.mark.nightly),
+        pytest.param(4, 201, marks=pytest.mark.nightly),
+    ],
+)
+def test_many_iterations_of_a_v_do_not_hang(pp, iterations):
+    kinds = [[Case("zb-v", 2, count) for count in (2 * pp, 1)]]
+    ranks = run_ranks(pp, _many_iterations, pp, iterations, kinds)
+    assert assert_equals_dense(ranks, 0, 2 * pp, seed=iterations - 1) == 1
