@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.core.communication import all_gather
-from megatron.core.distributed import SharedGradients, check_replicas
+from megatron.core.distributed import SharedGradients, check_replicas, check_shares
 from megatron.core.distributed.fully_sharded import FullyShardedStore
 from megatron.core.optimizer import Optimizer
 from megatron.core.parallel_state import ParallelState, model_parallel
@@ -310,8 +310,10 @@ def attach_metrics(run: Run) -> None:
 def verify_replicas(run: Run) -> None:
     """Refuse to train with replicas whose weights differ.
 
-    Where weights are divided over the data-parallel ranks no two of these hold the same.
+    Where weights are divided over the data-parallel ranks no two of these hold the same, but tensor-parallel
+    ranks do.
     """
     if isinstance(run.store, FullyShardedStore):
+        check_shares(run.store, run.state.group("tp"))
         return
     check_replicas(run.store, run.state.data_group, run.state.group("tp"))

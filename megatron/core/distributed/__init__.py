@@ -9,7 +9,7 @@ from megatron.core.distributed.buffers import (
 )
 from megatron.core.distributed.data_parallel import GradientReducer
 from megatron.core.distributed.own_bucket import OwnBucket, ParameterStore, Part
-from megatron.core.distributed.replicas import ReplicaError, check_replicas
+from megatron.core.distributed.replicas import ReplicaError, check_replicas, check_shares
 from megatron.core.distributed.shared_gradients import SharedGradients
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "Slot",
     "Strategy",
     "check_replicas",
+    "check_shares",
     "default_bucket_size",
 ]

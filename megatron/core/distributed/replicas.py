@@ -1,7 +1,7 @@
 """Do ranks that should hold the same parameters hold the same?"""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -35,10 +35,28 @@ def check_replicas(store: ParameterStore, data_group: ProcessGroup, tp_group: Pr
     """
     store.wait_for_parameters()
     # Both checks before either raises: ranks of one group may differ where those of the other do not.
-    problems = (_data_parallel_problem(store, data_group), _tensor_parallel_problem(store, tp_group))
+    own = dict(_own_pieces(store))
+    problems = (
+        _data_parallel_problem(store, data_group),
+        _tensor_parallel_problem(own, tp_group, store.device),
+    )
     for problem in problems:
         if problem is not None:
             raise ReplicaError(problem)
+
+
+def check_shares(store: ParameterStore, tp_group: ProcessGroup) -> None:
+    """The same where data-parallel ranks divide the rows of every parameter, so that none holds another's.
+
+    What is left to compare is the shares that tensor-parallel ranks hold alike; their groups call this
+    together.
+
+    Raises:
+        ReplicaError: on all ranks of the group alike, naming the first rows that differ, and where.
+    """
+    problem = _tensor_parallel_problem(dict(_own_shares(store)), tp_group, store.device)
+    if problem is not None:
+        raise ReplicaError(problem)
 
 
 def _data_parallel_problem(store: ParameterStore, group: ProcessGroup) -> str | None:
@@ -56,25 +74,53 @@ def _data_parallel_problem(store: ParameterStore, group: ProcessGroup) -> str | 
     )
 
 
-def _tensor_parallel_problem(store: ParameterStore, group: ProcessGroup) -> str | None:
-    """Compare the pieces of parameters that several ranks hold."""
-    if group.size() == 1:
-        return None
-    own = {}
+def _own_pieces(store: ParameterStore) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's runs of rows of the whole model's parameters: what they are called, and their values."""
     for named in store.parameters:
         for piece in named.facts.pieces:
             if piece.length:
                 rows = named.parameter.detach().narrow(named.facts.dim, piece.local, piece.length)
-                own[f"{named.name}[{piece.start}:{piece.start + piece.length}]"] = rows
-    held_by = gather_json(list(own), group, store.device)
+                yield f"{named.name}[{piece.start}:{piece.start + piece.length}]", rows
+
+
+def _own_shares(store: ParameterStore) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as far as they are in this rank's buckets; of parameters that are split along their rows.
+
+    The others (those of row-parallel layers) no two tensor-parallel ranks hold alike.
+    """
+    for bucket in store.buckets:
+        for part in bucket.parts:
+            shape, facts = part.named.parameter.shape, part.named.facts
+            if facts.dim != 0:
+                continue
+            values = part.view(bucket.weights).view(-1, *shape[1:])
+            first = part.start // shape[1:].numel()
+            for piece in facts.pieces:
+                start = max(first, piece.local)
+                length = min(first + values.shape[0], piece.local + piece.length) - start
+                if length > 0:
+                    whole = piece.start + start - piece.local
+                    yield (
+                        f"{part.named.name}[{whole}:{whole + length}]",
+                        values.narrow(0, start - first, length),
+                    )
+
+
+def _tensor_parallel_problem(
+    own: Mapping[str, torch.Tensor], group: ProcessGroup, device: torch.device
+) -> str | None:
+    """Compare the runs of rows that several ranks hold."""
+    if group.size() == 1:
+        return None
+    held_by = gather_json(list(own), group, device)
     holders = Counter(key for keys in held_by for key in keys)
     shared = [key for key, count in holders.items() if count > 1]
     if not shared:
         return None
-    nothing = torch.zeros((), dtype=torch.int64, device=store.device)
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
     fingerprints = [_fingerprint(own[key]) if key in own else nothing for key in shared]
     sets = [set(keys) for keys in held_by]
-    held = torch.tensor([[key in keys for key in shared] for keys in sets], device=store.device)
+    held = torch.tensor([[key in keys for key in shared] for keys in sets], device=device)
     problem = _first_difference(shared, torch.stack(fingerprints), held, group)
     if problem is None:
         return None

@@ -184,10 +184,11 @@ def test_a_global_batch_without_a_counted_token_is_reported_and_not_applied(tmp_
 
 
 def digests(argv):
-    """Digest of this rank's weights after the build and after training, and its place (tp, dp)."""
+    """Digest of this rank's weights after the build and after training, and its place (tp, replica)."""
     run = start(argv)
 
     def digest():
+        run.store.wait_for_parameters()
         found = hashlib.sha256()
         for named in run.parameters:
             found.update(named.name.encode() + named.parameter.detach().contiguous().numpy().tobytes())
@@ -199,19 +200,28 @@ def digests(argv):
     last = digest()
     verify_replicas(run)
     with torch.no_grad():
-        if run.state.rank("dp") == 1:
+        if run.state.data_group.rank() == 1:
             run.parameters[3].parameter.view(-1)[5] += 1e-7
     try:
         verify_replicas(run)
         message = ""
     except ReplicaError as error:
         message = str(error)
-    return (run.state.rank("tp"), run.state.rank("dp")), (first, last), message, run.parameters[3].name
+    return (run.state.rank("tp"), run.state.data_group.rank()), (first, last), message, run.parameters[3].name
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_replicas_are_equal_bit_for_bit_and_one_that_is_not_is_found(prefix, tp):
-    line = flags(prefix, TINY, "--train-iters", "10", "--overlap-grad-reduce", *layout(tp=tp))
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [
+        (1, ""),
+        (2, ""),
+        (1, "--context-parallel-size 2"),
+        (1, "--use-distributed-optimizer --overlap-param-gather"),
+        (2, "--context-parallel-size 2 --use-distributed-optimizer"),
+    ],
+)
+def test_replicas_are_equal_bit_for_bit_and_one_that_is_not_is_found(prefix, tp, more):
+    line = flags(prefix, TINY, "--train-iters", "10", "--overlap-grad-reduce", *layout(tp=tp), *more.split())
     ranks = run_ranks(2 * tp, digests, line)
     found = {place: digest for place, digest, _, _ in ranks}
     for tp_rank in range(tp):
@@ -222,6 +232,44 @@ def test_replicas_are_equal_bit_for_bit_and_one_that_is_not_is_found(prefix, tp)
     for (tp_rank, _), _, message, name in ranks:
         odd = tp + tp_rank  # tp is the innermost axis
         assert message.startswith(f"data-parallel replicas differ: {name} on ranks [{odd}] is not what it is")
+
+
+def shares_compared(argv, spoilt):
+    """Trains with divided weights, then spoils one row on rank 3; what the check says before and after."""
+    run = start(argv)
+    verify_replicas(run)
+    train(run, build_hooks(run))
+    verify_replicas(run)
+    for bucket in run.store.buckets:
+        for part in bucket.parts:
+            if part.named.name == spoilt and dist.get_rank() == 3:
+                part.view(bucket.weights)[-1] += 1e-7
+    try:
+        verify_replicas(run)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "rows"),
+    [
+        ("decoder.final_layernorm.weight", "16:32"),
+        # Key and value of the one query group, behind 32 rows of queries: both ranks hold them, and of their
+        # 16 + 16 rows the second replica has the last 16.
+        ("decoder.layers.1.self_attention.linear_qkv.weight", "32:48"),
+    ],
+)
+def test_shares_that_tensor_parallel_ranks_hold_alike_are_compared(prefix, spoilt, rows):
+    divided = "--group-query-attention --data-parallel-sharding-strategy optim_grads_params".split()
+    line = flags(prefix, TINY, "--train-iters", "2", *divided, *layout(tp=2))
+    answers = run_ranks(4, shares_compared, line, spoilt)
+    assert answers[:2] == ["", ""]
+    for answer in answers[2:]:
+        assert answer.startswith(
+            f"tensor-parallel ranks differ in what they hold alike: {spoilt}[{rows}] on ranks [3] is not "
+            "what it is on rank 2 (1 of "
+        )
 
 
 # Overflows and numbers that are none
