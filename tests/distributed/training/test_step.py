@@ -37,6 +37,12 @@ def layout(tp=1, pp=1):
     return [f"--tensor-model-parallel-size={tp}", f"--pipeline-model-parallel-size={pp}"]
 
 
+CP2 = "--context-parallel-size=2"
+V_OF_TWO_LAYERS = (
+    "--pipeline-schedule zb-v --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+).split()
+
+
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
@@ -145,8 +151,9 @@ def test_micro_batches_without_a_counted_token_contribute_nothing(prefix, tmp_pa
     assert (counts.sum(axis=1) > 0).all()
     ((whole, cut),) = run_ranks(1, train_runs, lines)
     shared = run_ranks(2, train_runs, lines[1:])
-    staged = run_ranks(2, train_runs, [[*lines[1], *layout(pp=2)]])
-    for record in [cut, *(rank[0] for rank in (*shared, *staged))]:
+    splits = [layout(pp=2), [*layout(pp=2), *V_OF_TWO_LAYERS], [CP2]]
+    split = run_ranks(2, train_runs, [[*lines[1], *words] for words in splits])
+    for record in [cut, *(rank[0] for rank in shared), *itertools.chain.from_iterable(split)]:
         assert all(map(math.isfinite, record.losses))
         assert record.losses == pytest.approx(whole.losses, rel=2e-6)
         assert record.norms == pytest.approx(whole.norms, rel=1e-5)
@@ -161,7 +168,9 @@ def wholly_masked(argv):
     return recorder.outcomes, run.progress.to_json(), unchanged
 
 
-@pytest.mark.parametrize("more", [layout(), layout(pp=2), layout(tp=2)])
+@pytest.mark.parametrize(
+    "more", [layout(), layout(pp=2), layout(tp=2), [CP2], [*layout(pp=2), *V_OF_TWO_LAYERS]]
+)
 def test_a_global_batch_without_a_counted_token_is_reported_and_not_applied(tmp_path, more):
     empty = write_documents(tmp_path / "empty", [[EOD]] * 300)
     line = flags(empty, TINY, "--train-iters", "2", "--split", "1,0,0", *more)
