@@ -76,8 +76,18 @@ LAYOUTS = {
     "PP2 zb-h1 TP2 SP": (4, PP2 + ZB_H1 + TP2 + SP),
     "PP2 zb-v ZeRO-1": (4, PP2 + ZB_V + ZERO1 + OVERLAP),
     "PP2 zb-h1 CP2": (4, PP2 + ZB_H1 + CP2 + SELECTIVE),
+    "PP2 VPP2 ZeRO-3": (4, PP2 + VPP2 + ZERO3),
+    "PP2 zb-v CP2": (4, PP2 + ZB_V + CP2),
 }
 """Ranks and flags by name; what is left of the ranks is data parallel."""
+
+OTHER_PAIRS = {
+    "CP2 DP2": (4, CP2 + OVERLAP),
+    "CP2 ZeRO-2": (4, CP2 + ZERO2 + ALL_TO_ALL),
+    "PP2 zb-h1 DP2": (4, PP2 + ZB_H1 + OVERLAP),
+    "PP2 gpipe TP2": (4, PP2 + GPIPE + TP2),
+}
+"""Pairs whose parts are in others; nightly, for a short run."""
 
 LARGE_LAYOUTS = {
     "TP2 PP2 ZeRO-1": (8, TP2 + PP2 + ZERO1 + OVERLAP),
@@ -183,6 +193,12 @@ def test_layout_begins_the_single_rank_s_curve(prefix, reference, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_single_rank_s_curve(prefix, reference, name):
     _assert_one_curve(prefix, reference, LAYOUTS[name], VARIANTS + OTHER_VARIANTS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHER_PAIRS)
+def test_other_pairs_begin_the_single_rank_s_curve(prefix, reference, name):
+    _assert_one_curve(prefix, reference, OTHER_PAIRS[name], VARIANTS, SHORT)
 
 
 @pytest.mark.nightly
