@@ -63,6 +63,7 @@ class LibraryTokenizer(Tokenizer):
         num_sentinels: the value of ``--vocab-extra-ids``; sentinels that the vocabulary lacks follow it.
         parse_special_tokens: read the names of special tokens that occur in a text as those tokens.
         files: contents of the files that it was made from.
+        library: the library's tokenizer of ``spec``, if it is there already.
     """
 
     def __init__(
@@ -75,10 +76,13 @@ class LibraryTokenizer(Tokenizer):
         num_sentinels: int,
         parse_special_tokens: bool,
         files: Sequence[bytes],
+        library: tokenizers.Tokenizer | None = None,
     ) -> None:
         self.name, self.source = name, source
         spec, sentinels = _with_sentinels(spec, num_sentinels, source)
-        self._library = load_library_tokenizer(spec, source)
+        if library is None or sentinels:
+            library = load_library_tokenizer(spec, source)
+        self._library = library
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos = self.eos = self.pad = None
@@ -196,6 +200,7 @@ def gpt2_bpe_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
         num_sentinels=config.vocab_extra_ids,
         parse_special_tokens=config.parse_special_tokens,
         files=(vocab_path.read_bytes(), merge_path.read_bytes()),
+        library=library,
     )
 
 
