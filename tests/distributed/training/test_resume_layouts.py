@@ -125,6 +125,32 @@ def test_the_curve_goes_on_in_every_layout(prefix, tmp_path, shape):
         assert state["progress"]["iteration"] == state["optimizer"]["steps"] == end
 
 
+UNEVEN = [
+    (ZERO3, 4, 2, 1),
+    (ZERO1, 4, 3, 1),
+    ([*PP2, *ZERO3], 4, 4, 1),
+    (ZERO3, 4, 5, 1),
+    (ZERO2, 4, 6, 1),
+]
+
+
+def test_rows_that_no_number_of_ranks_divides_are_taken_up_by_every_strategy(prefix, tmp_path):
+    # Of 6, 7, 18 and 101 rows four ranks hold 2 2 2 0, 2 2 2 1, 5 5 5 3 and 26 26 26 23.
+    shape = "--num-layers 2 --hidden-size 6 --ffn-hidden-size 7 --num-attention-heads 3 --seq-length 32"
+    base = flags(prefix, shape.split(), *SCHEDULES)
+    run_chain(tmp_path, {"straight": base}, [([], 1, 6, 1)])
+    run_chain(tmp_path, {"uneven": base}, UNEVEN)
+    expected, found = (iterations(tmp_path / f"{name}.json") for name in ("straight", "uneven"))
+    assert column(found, "iteration") == column(expected, "iteration") == [1, 2, 3, 4, 5, 6]
+    assert column(found, "lm_loss") == pytest.approx(column(expected, "lm_loss"), rel=2e-6)
+    assert column(found, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=1e-5)
+    for _, _, end, _ in UNEVEN[:-1]:
+        saved = read_checkpoint(tmp_path / "uneven", end)
+        assert_equal_bits(read_checkpoint(tmp_path / "uneven_copies", end), saved)
+        assert saved["model.decoder.layers.1.mlp.linear_fc1.weight"].shape == (7, 6)
+        assert saved["optimizer.exp_avg.embedding.word_embeddings.weight"].shape == (VOCAB, 6)
+
+
 def test_number_formats(prefix, tmp_path):
     """Loaded and saved again without training, in another layout and another format."""
     base = flags(prefix, [*SHAPES["llama"], "--num-layers", "2"], "--train-iters", "3")
