@@ -241,8 +241,8 @@ class IndexedDatasetBuilder:
                 f"{self.prefix}: a sequence has 0 to {LONGEST_SEQUENCE} tokens in the .idx format"
             )
         self._file.write(self._encode(flat).data)
-        self._documents.frombytes((self.num_sequences + np.cumsum(counts)).tobytes())
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._documents.frombytes((self.num_sequences + np.cumsum(counts)).view(np.uint8).data)
+        self._lengths.frombytes(lengths.astype(np.int32).view(np.uint8).data)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Add all documents of another dataset; its tokens are copied in large blocks.
