@@ -117,8 +117,9 @@ def _header(path: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
 def check_ends(path: Path, fields: IndexFields, tokens_path: Path) -> None:
     """Check both ends of each array, and the size of the token file; its cost does not grow with the data.
 
-    No cut of either file, and no changed bit of a header, gets past this and :func:`map_index`, where there
-    is a token at all and the file has no modes to be cut off.
+    Of a file without modes, in which there is a token at all, no cut and no changed bit of the header gets
+    past :func:`map_index` and this; except that a wrong number of sequences may make the last bytes look like
+    modes, which :func:`check_entries` finds.
 
     Raises:
         ValueError: naming the file, what was found and what was expected.

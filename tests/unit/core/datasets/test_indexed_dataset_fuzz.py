@@ -128,6 +128,19 @@ def test_every_changed_byte_of_a_header_is_refused_or_leaves_the_tokens_alone(tm
     assert content[17] == 8
 
 
+def test_a_count_that_fits_both_ends_is_refused(tmp_path):
+    """26 sequences read as 24 with modes: a file made so that sizes, ends and the last sequence fit."""
+    lengths = [*[0] * 23, 5, 0, 0]
+    documents = [0, *range(1, 25), 25, 26, 26]
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
+        builder.add_many(np.arange(5), lengths, np.diff(documents))
+    content = bytearray((tmp_path / "a.idx").read_bytes())
+    assert not refused(tmp_path / "a", bytes(content))
+    assert content[18] == 26
+    content[18] = 24
+    assert refused(tmp_path / "a", bytes(content))
+
+
 @pytest.mark.parametrize("sequences", range(1, 40))
 def test_counts_that_could_be_read_as_modes_are_refused(tmp_path, sequences):
     """12 S + 8 D bytes may also be 13 S' + 8 D, or 13 S + 8 D': where the sizes fit, the ends must not."""
