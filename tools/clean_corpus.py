@@ -40,7 +40,7 @@ class CleanConfig:
     """Keep documents in these languages only (ISO 639 codes, such as en); default: all."""
     min_language_probability: float = 0.5
     """How likely the kept languages are together, at least, for a document that is kept."""
-    language_characters: int = 1000
+    language_characters: int = 500
     """Characters of a document that its language is judged by, in pieces spread over it; 0: all."""
     vocab_size: int | None = None
     """Number of ids, for NullTokenizer."""

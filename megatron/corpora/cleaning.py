@@ -55,7 +55,7 @@ class Cleaning:
     """ISO 639 codes to keep; none: all."""
     min_language_probability: float = 0.5
     """How likely the kept languages are together, at least."""
-    language_characters: int = 1000
+    language_characters: int = 500
     """Characters that the language is judged by; 0: all."""
     skip_bad_lines: bool = False
     """Leave out lines that cannot be used."""

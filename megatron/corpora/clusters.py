@@ -28,13 +28,16 @@ _REPORTED_TOGETHER: Final = 4096
 """Dropped documents whose similarities a worker takes at a time."""
 
 
-@compiled
-def root_of(parents: npt.NDArray[np.int64], member: int) -> int:
+def root_in(parents: Any, member: int) -> int:
     """The first member of a member's set, in a union-find; paths are halved on the way."""
     while parents[member] != member:
         parents[member] = parents[parents[member]]
         member = parents[member]
     return member
+
+
+root_of = compiled(root_in)
+"""The same for an array."""
 
 
 @compiled
@@ -52,7 +55,6 @@ def _compile() -> None:
     empty = np.empty(0, np.uint64)
     empty.flags.writeable = False  # as sets are that are read from files
     common(empty, empty)
-    root_of(np.zeros(1, np.int64), 0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Verification:
         """[2, e] pairs of suspected documents that connect what is alike in one slice, without circles."""
         members, sizes = self._slice(number)
         suspects, local = np.unique(members, return_inverse=True)
-        places = np.searchsorted(self.sets.suspects, suspects)
-        parents = np.arange(len(suspects))
+        places = np.searchsorted(self.sets.suspects, suspects).tolist()
+        parents = list(range(len(suspects)))
         edges: list[tuple[int, int]] = []
         end = 0
         for size in sizes.tolist():
@@ -97,14 +99,12 @@ class Verification:
             all_sizes.append(sizes[mine])
         return np.concatenate(all_members), np.concatenate(all_sizes)
 
-    def _compare(
-        self, group: list[int], places: npt.NDArray[np.int64], parents: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[int, int]]:
+    def _compare(self, group: list[int], places: list[int], parents: list[int]) -> Iterator[tuple[int, int]]:
         """Compare every two of a group that are not connected yet, and connect those that are alike."""
         for position, member in enumerate(group):
             mine = None
             for other in group[:position]:
-                root, other_root = root_of(parents, member), root_of(parents, other)
+                root, other_root = root_in(parents, member), root_in(parents, other)
                 if root == other_root:
                     continue
                 mine = self.sets.read(places[member]) if mine is None else mine
@@ -113,7 +113,7 @@ class Verification:
                     continue  # no two sets of such sizes are alike enough
                 if jaccard(mine, theirs) > self.threshold:
                     parents[max(root, other_root)] = min(root, other_root)
-                    yield int(places[member]), int(places[other])
+                    yield places[member], places[other]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ of the cluster share, and the machines need this package.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from megatron.corpora.jobs import Job, Work, run_here
@@ -14,6 +15,7 @@ Engine = Literal["local", "ray", "dask"]
 
 EXTRA: Final = "cluster"
 """Name of the pip extra with both engines."""
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _MODULES: Final = {"ray": "ray", "dask": "distributed"}
 
 
@@ -69,7 +71,9 @@ class _Task:
 
 
 def _with_ray(ray: Any, address: str | None, task: _Task, jobs: Sequence[Job]) -> Iterator[Any]:
-    ray.init(address=address, log_to_driver=False)
+    # Workers look for this package where it lies here, too: on shared storage that is the same place.
+    path = {"PYTHONPATH": f"{_ROOT}:${{PYTHONPATH}}"}
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": path})
     try:
         shared = ray.put(task)
         remote = ray.remote(num_cpus=1)(_call)

@@ -4,6 +4,8 @@ import re
 from typing import Final, Literal
 
 from ftfy import TextFixerConfig, fix_text
+from ftfy.badness import is_bad
+from ftfy.chardata import CONTROL_CHARS
 
 Repair = Literal["encoding", "full", "none"]
 
@@ -17,7 +19,13 @@ _ENCODING_ONLY: Final = TextFixerConfig(
     explain=False,
 )
 _FULL: Final = TextFixerConfig(explain=False)
-_ODD_ASCII: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_REMOVED: Final = "".join(re.escape(chr(code)) for code in CONTROL_CHARS)
+_ODD: Final = re.compile(rf"[{_REMOVED}\x80-\x9f\ud800-\udfff]|(?:\A|\n)[ÃÂ] ")
+"""What ftfy changes beyond mojibake: control characters, half surrogates; and the one kind of mojibake that
+it knows by its place at the beginning of a line."""
+_NOT_ASCII: Final = re.compile(r"[^\x00-\x7f]+")
+_AROUND: Final = 8
+"""Characters beside those that are not ASCII which may be part of mojibake: ftfy's patterns are shorter."""
 
 
 def repair(text: str, kind: Repair) -> str:
@@ -34,15 +42,16 @@ def repair(text: str, kind: Repair) -> str:
         return text
     if kind == "full":
         return fix_text(text, _FULL)
-    if text.isascii():
-        return fix_text(text, _ENCODING_ONLY) if _ODD_ASCII.search(text) else text
-    # ftfy goes line by line itself; a line of plain ASCII has nothing to repair, and most lines are such.
-    return "".join(
-        line if line.isascii() and not _ODD_ASCII.search(line) else fix_text(line, _ENCODING_ONLY)
-        for line in _lines(text)
-    )
+    return text if looks_sound(text) else fix_text(text, _ENCODING_ONLY)
 
 
-def _lines(text: str) -> list[str]:
-    parts = text.split("\n")
-    return [f"{part}\n" for part in parts[:-1]] + parts[-1:]
+def looks_sound(text: str) -> bool:
+    """Whether ftfy would leave a text as it is, seen from what is around its characters beyond ASCII.
+
+    ftfy asks the same of every character, which is what takes its time. True is sure, False is not.
+    """
+    if _ODD.search(text):
+        return False
+    places = (match.span() for match in _NOT_ASCII.finditer(text))
+    windows = (text[max(start - _AROUND, 0) : end + _AROUND] for start, end in places)
+    return not is_bad("\n".join(windows))

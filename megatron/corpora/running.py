@@ -161,5 +161,9 @@ def show(report: dict[str, Any], path: str | None) -> None:
 
 
 def unwind_when_terminated() -> None:
-    """Let SIGTERM end the program by an exception, so that nothing half-written is left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM end the program by an exception, so that nothing half-written is left behind.
+
+    A worker that is ended before it has a handler of its own just ends.
+    """
+    process, code = os.getpid(), 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code) if os.getpid() == process else os._exit(code))

@@ -4,6 +4,7 @@ A set is kept as sorted 64-bit hashes, so the similarity of two documents is exa
 n-grams of theirs share a hash: 1e-13 for documents of a thousand words.
 """
 
+import bisect
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,19 +92,19 @@ class SetReader:
             counts.append(counts[-1] + len(sizes))
         self.suspects = np.concatenate(suspects)
         """[m] numbers of the suspected documents, ascending."""
-        self._before = np.array(counts)
+        self._before = counts
         self._offsets = offsets
 
     def read(self, suspect: int) -> npt.NDArray[np.uint64]:
         """The set of the document ``suspects[suspect]``, ascending."""
-        number = int(np.searchsorted(self._before, suspect, side="right")) - 1
+        number = bisect.bisect_right(self._before, suspect) - 1
         place = suspect - self._before[number]
         first, last = self._offsets[number][place : place + 2]
         return self._mapped(number)[first:last]
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - a reader lives as long as its stage
     def _mapped(self, number: int) -> npt.NDArray[np.uint64]:
-        return np.memmap(self._paths[number], np.uint64, "r")
+        return np.asarray(np.memmap(self._paths[number], np.uint64, "r"))  # a plain array is sliced faster
 
 
 @compiled

@@ -149,12 +149,28 @@ def test_a_sample_is_spread_over_the_text():
     assert sample(text, 2000) == sample(text, 0) == text
 
 
-@given(
-    st.text(
-        st.characters(exclude_categories=["Cs"]) | st.sampled_from("Ã©â€™\x80\x1b[m\n \r\x00…"), max_size=60
-    )
-)
-@settings(max_examples=300, deadline=None)
+SPOILED = [
+    "schÃ¶n",
+    "Ã ",
+    "a Â ",
+    "â€™",
+    "вЂ",
+    "Ð¿Ñ€",
+    "√±",
+    "ГўВЂВ.x",
+    "œ ",
+    "à²",
+    "“",
+    "é",
+    "\x1b[0m",
+    "\ufeff",
+    "ﬁ",
+]
+PIECES = st.sampled_from([*SPOILED, " ", "\n", "a", "plain text ", "\x80", "\x00", "\r"])
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | PIECES).map("".join))
+@settings(max_examples=400, deadline=None)
 def test_repair_of_encoding_is_ftfys_own(text):
     config = ftfy.TextFixerConfig(
         unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
