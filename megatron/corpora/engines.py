@@ -13,8 +13,8 @@ from megatron.corpora.jobs import Job, Work, run_here
 
 Engine = Literal["local", "ray", "dask"]
 
-EXTRA: Final = "cluster"
-"""Name of the pip extra with both engines."""
+REQUIREMENTS: Final = "requirements-cluster.txt"
+"""Where both engines are pinned."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _MODULES: Final = {"ray": "ray", "dask": "distributed"}
 
@@ -52,7 +52,7 @@ def _imported(engine: Engine) -> Any:
         return importlib.import_module(_MODULES[engine])
     except ImportError as error:
         raise ValueError(
-            f"--engine {engine}: {error}; pip install 'megatron[{EXTRA}]' brings it, and --shard i/n divides "
+            f"--engine {engine}: {error}; pip install -r {REQUIREMENTS} brings it, and --shard i/n divides "
             "the work without it"
         ) from None
 

@@ -114,7 +114,7 @@ def test_a_bad_line_is_named_and_leaves_no_output_or_is_skipped(tmp_path):
         (["--min-tokens", -1], "--min-tokens -1: must not be negative"),
         (["--min-language-probability", 2], "must lie between 0 and 1"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file"),
-        (["--engine", "ray"], "pip install 'megatron[cluster]' brings it"),
+        (["--engine", "ray"], "pip install -r requirements-cluster.txt brings it"),
         (["--engine-address", "auto"], "--engine-address has no meaning with --engine local"),
         (["--output", "out.parquet"], "--output out.parquet: not written in that form"),
     ],
