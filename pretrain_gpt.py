@@ -59,6 +59,7 @@ class GPTTask:
             splits.description,
             valid_sets=splits.valid_sets,
             fingerprint=splits.fingerprint,
+            laid_out=splits.laid_out,
         )
 
     def reads_data(self, config: RunConfig, stage: Stage) -> bool:

@@ -190,7 +190,7 @@ def save_run(run: Run, root: str) -> None:
     state: dict[str, Any] = {
         "config": run.config.to_json(),
         "progress": run.progress.to_json(),
-        "data": run.data_fingerprint,
+        "data": run.data_order.to_json(),
     }
     if config.save_optim:
         state["optimizer"] = run.optimizer.state_dict()

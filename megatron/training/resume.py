@@ -106,14 +106,6 @@ def compare_configs(saved: RunConfig, current: RunConfig, *, fresh: bool) -> Non
     if not fresh:
         for difference in _differences(saved, current, _NOTED):
             log.info("changed on resume: %s", difference)
-        before, now = _length(saved), _length(current)
-        if before != now:
-            log.info(
-                "if %d or %d samples are more than one epoch of the data, those to come are in another order "
-                "than in the checkpoint's run",
-                before,
-                now,
-            )
 
 
 def shape_differences(saved: TransformerConfig, current: TransformerConfig) -> list[Difference]:
@@ -131,15 +123,6 @@ def shape_differences(saved: TransformerConfig, current: TransformerConfig) -> l
         Difference(*(flag_text(TransformerConfig, name, getattr(one, name)) for one in (saved, current)))
         for name in names
     ]
-
-
-def _length(config: RunConfig) -> int:
-    """Samples of a whole run, which the order of samples depends on where they are more than one epoch."""
-    training = config.training
-    if training.train_iters is None:
-        assert training.train_samples is not None, "a validated config has one of the two"
-        return training.train_samples
-    return config.batch_sizes.advance(0, training.train_iters)
 
 
 def _differences(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from megatron.core.weight_gradients import DeferredGradients
 from megatron.training.batch_size import BatchSizes
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
+from megatron.training.data_order import DataOrder
 from megatron.training.layout import PipelinePlan
 from megatron.training.metrics import Metrics
 from megatron.training.parameters import Reducer, Store
@@ -102,8 +103,8 @@ class Run:
     """The process groups between stages."""
     progress: Progress = field(default_factory=Progress)
     readers: Readers = field(default_factory=Readers)
-    data_fingerprint: dict[str, Any] = field(default_factory=dict)
-    """What the order of training samples depends on, by name."""
+    data_order: DataOrder = field(default_factory=DataOrder)
+    """What the order of training samples depends on."""
     metrics: Metrics = field(default_factory=lambda: Metrics(()))
     stop_reason: str | None = None
     """Set by a hook to end the run after this iteration."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron.core.weight_gradients import DeferredGradients
 from megatron.training.acceleration import accelerate
 from megatron.training.config import RunConfig
 from megatron.training.data import MicrobatchReader
+from megatron.training.data_order import DataOrder
 from megatron.training.initialize import Runtime
 from megatron.training.layout import PipelinePlan, layer_text, pipeline_plan
 from megatron.training.metrics import (
@@ -38,9 +39,6 @@ from megatron.training.run import Chunk, Division, EvaluationData, Readers, Run
 from megatron.training.task import Batch, SplitDatasets, Stage, Task, parameter_dtype
 
 log = logging.getLogger(__name__)
-
-_SHOWN_DIFFERENCES: Final = 10
-"""Entries of the data's fingerprint that a refusal lists."""
 
 
 def build_run(
@@ -209,29 +207,18 @@ def attach_data(run: Run, tokenizer: Tokenizer | None, saved: Mapping[str, Any] 
             "there is no training data: give --data-path, --train-data-path or --mock-data, and a --split "
             "whose first share is above 0"
         )
-    run.data_fingerprint = dict(datasets.fingerprint)
-    _check_data(run.data_fingerprint, saved)
+    run.data_order = _data_order(run.config, datasets)
+    run.data_order.follow(saved)
     run.readers = Readers(
         _reader(run, datasets.train, run.progress.consumed_samples), _evaluations(run, datasets)
     )
 
 
-def _check_data(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Refuse to go on with other data, or the same in another order, than the run that is resumed."""
-    if saved is None:
-        return
-    names = [name for name in {**saved, **own} if saved.get(name) != own.get(name)]
-    if names:
-        lines = "".join(
-            f"\n  {name}: {saved.get(name, 'nothing')} in the checkpoint, {own.get(name, 'nothing')} now"
-            for name in names[:_SHOWN_DIFFERENCES]
-        )
-        if len(names) > _SHOWN_DIFFERENCES:
-            lines += f"\n  and {len(names) - _SHOWN_DIFFERENCES} more"
-        raise ValueError(
-            f"the training data differs from what the checkpoint's run has read:{lines}\ngive it the same "
-            "data, or --finetune to begin a new run from its weights"
-        )
+def _data_order(config: RunConfig, datasets: SplitDatasets) -> DataOrder:
+    laid_out = dict(datasets.laid_out)
+    if config.data.dataloader_type == "cyclic":  # a pass shuffles all samples together
+        laid_out["samples of a pass"] = str(len(datasets.train))  # type: ignore[arg-type]
+    return DataOrder(datasets.fingerprint, laid_out)
 
 
 def _reader(

@@ -47,6 +47,8 @@ class SplitDatasets:
     """With --multiple-validation-sets, in place of ``valid``: each dataset with its name."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """What the order of training samples depends on, by name: plain values that are equal on resume."""
+    laid_out: Mapping[str, str] = field(default_factory=dict)
+    """What of each training dataset is shuffled together, which the length of a run decides."""
 
 
 class Task(Protocol):

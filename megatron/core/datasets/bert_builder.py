@@ -95,7 +95,10 @@ class BertSamples:
         """The samples of a part: at least so many, or those of one epoch if None."""
         built = self._split(part, split, num_samples)
         held = built.description.removeprefix(f"{split}: ")
-        return Component(built.dataset, len(built.dataset), lambda used: f"{held}, {used:,} wanted")
+        samples = len(built.dataset)
+        return Component(
+            built.dataset, samples, lambda used: f"{held}, {used:,} wanted", f"{samples} samples"
+        )
 
     def _split(self, part: Part, split: str, num_samples: int | None) -> BertSplit:
         source = _with_documents(part.source)

@@ -50,6 +50,7 @@ class DatasetSplits:
         valid_sets: in place of ``valid``, where validation datasets are not to be mixed: each with its name.
         fingerprint: what the order of training samples depends on but the length of the run, by name: plain
             values that are the same wherever the files lie. See :func:`content_digest` for what it can't see.
+        laid_out: what of each training dataset is shuffled together, which the length of the run decides.
     """
 
     train: Dataset[Sample] | None
@@ -58,6 +59,7 @@ class DatasetSplits:
     description: tuple[str, ...]
     valid_sets: tuple[tuple[str, Dataset[Sample]], ...] = ()
     fingerprint: Mapping[str, str | int | float] = field(default_factory=dict)
+    laid_out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Component:
     samples: int
     account: Callable[[int], str]
     """What the part holds and what becomes of it if so many samples are drawn, in words."""
+    laid_out: str
+    """What is shuffled together, in words: with other words the order is another."""
 
 
 class SampleKind(Protocol):
@@ -127,6 +131,7 @@ def build_splits(
     built: dict[str, Dataset[Sample]] = {}
     sets: tuple[tuple[str, Dataset[Sample]], ...] = ()
     fingerprint: dict[str, str | int | float] = {}
+    laid_out: dict[str, str] = {}
     description: list[str] = []
     for position, (name, size) in enumerate(zip(SPLIT_NAMES, sizes, strict=True)):
         blend = blends[name]
@@ -145,8 +150,15 @@ def build_splits(
         description.extend(builder.description)
         if name == "train":
             fingerprint = _fingerprint(config, kind, parts, blend.weights)
+            laid_out = {f"dataset {place}": text for place, text in enumerate(builder.laid_out, start=1)}
     return DatasetSplits(
-        built.get("train"), built.get("valid"), built.get("test"), tuple(description), sets, fingerprint
+        built.get("train"),
+        built.get("valid"),
+        built.get("test"),
+        tuple(description),
+        sets,
+        fingerprint,
+        laid_out,
     )
 
 
@@ -223,6 +235,7 @@ class _SplitBuilder:
         self.config = config
         self.kind = kind
         self.description: list[str] = []
+        self.laid_out: list[str] = []
 
     def build(
         self, parts: Sequence[Part], weights: tuple[float, ...] | None, size: int | None
@@ -250,6 +263,7 @@ class _SplitBuilder:
 
     def _alone(self, part: Part, size: int | None) -> Dataset[Sample]:
         component = self.kind.build(part, self.name, size)
+        self.laid_out.append(component.laid_out)
         wanted = component.samples if size is None else size
         self.description.append(f"{self.name}: {component.account(wanted)}")
         return component.dataset
@@ -301,6 +315,7 @@ class _SplitBuilder:
             wanted = None if asked is None else max(math.ceil(asked[number] * surplus), draws)
             component = self.kind.build(part, self.name, wanted)
             datasets.append(component.dataset)
+            self.laid_out.append(component.laid_out)
             self.description.append(
                 f"{self.name}: {share:.4%} of the samples from {component.account(draws)}"
             )

@@ -152,7 +152,8 @@ class GPTSamples:
         }
         arrays = dataset_cache(self._config, source).get(f"GPTDataset-{split}", key, build)
         dataset = GPTDataset(source, arrays, self._format)
-        return Component(dataset, plan.samples, lambda used: self._account(part, plan, used))
+        laid_out = f"{plan.epochs} epochs" + (", the last apart" if plan.separate_last else "")
+        return Component(dataset, plan.samples, lambda used: self._account(part, plan, used), laid_out)
 
     def _plan(self, part: Part, split: str, num_samples: int | None) -> EpochPlan:
         try:
