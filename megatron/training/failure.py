@@ -42,7 +42,12 @@ _RAISED_ON_ALL_RANKS = (
 )
 
 
-def together(action: Callable[[], T], group: ProcessGroup, device: torch.device) -> T:
+def together(
+    action: Callable[[], T],
+    group: ProcessGroup,
+    device: torch.device,
+    before_meeting: Callable[[], None] | None = None,
+) -> T:
     """What ``action`` gives; if it fails on any rank, none goes on.
 
     For work without collectives, such as reading files, after which ranks meet again.
@@ -51,6 +56,8 @@ def together(action: Callable[[], T], group: ProcessGroup, device: torch.device)
         action: called once on every rank.
         group: the ranks that call this together.
         device: where its collectives run.
+        before_meeting: called after ``action``, whatever came of it: waits for ranks that take longer than a
+            collective may.
 
     Raises:
         Exception: what ``action`` raised, on the first rank of the group on which it did.
@@ -62,6 +69,8 @@ def together(action: Callable[[], T], group: ProcessGroup, device: torch.device)
         value = action()
     except Exception as error:  # noqa: BLE001 - peers wait for this rank, whatever went wrong
         failure = error
+    if before_meeting is not None:
+        before_meeting()
     first = torch.tensor(group.size() if failure is None else group.rank(), device=device)
     all_reduce(first, group, dist.ReduceOp.MIN)
     if first.item() == group.size():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
 from megatron.core.communication import Meter, plain
 from megatron.core.config import ParallelConfig
@@ -39,6 +39,8 @@ class Runtime:
     """Its process groups."""
     meter: Meter | None = None
     """What counts the traffic over them, with --log-communication."""
+    store: Store | None = None
+    """Where ranks leave word for each other without a collective."""
 
 
 def initialize(config: RunConfig, world: World) -> Runtime:
@@ -78,7 +80,7 @@ def start_process_groups(layout: ParallelConfig, world: World, meter: Meter | No
     state = create_parallel_state(layout, kind, meter)
     _set_timeouts(state, timeout)
     _log_world(world, backend, device)
-    return Runtime(world.rank, world.world_size, world.local_rank, device, state, meter)
+    return Runtime(world.rank, world.world_size, world.local_rank, device, state, meter, store)
 
 
 def _device_kind_and_backend(layout: ParallelConfig) -> tuple[str, str]:

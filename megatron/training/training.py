@@ -31,7 +31,8 @@ from megatron.training.hooks import (
     LoggingHook,
     TraceHook,
 )
-from megatron.training.initialize import discover_world, initialize
+from megatron.training.initialize import Runtime, discover_world, initialize
+from megatron.training.patience import wait_for_ranks
 from megatron.training.progress import StepOutcome
 from megatron.training.run import Run
 from megatron.training.setup import attach_data, attach_metrics, build_run, verify_replicas
@@ -78,10 +79,21 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
         load_run(run, source)
     verify_replicas(run)
     saved_data = source.manifest.state.get("data") if source is not None and source.resumes else None
-    together(lambda: attach_data(run, tokenizer, saved_data), runtime.state.world_group, runtime.device)
+    together(
+        lambda: attach_data(run, tokenizer, saved_data),
+        runtime.state.world_group,
+        runtime.device,
+        before_meeting=lambda: _wait_for_indices(runtime),
+    )
     together(lambda: attach_metrics(run), runtime.state.world_group, runtime.device)
     hooks = together(lambda: build_hooks(run), runtime.state.world_group, runtime.device)
     train(run, hooks)
+
+
+def _wait_for_indices(runtime: Runtime) -> None:
+    """Building the order of samples may outlast any collective, on one node and not on another."""
+    if runtime.store is not None:
+        wait_for_ranks(runtime.store, runtime.world_size, "laying out the order of samples")
 
 
 def build_hooks(run: Run) -> list[Hook]:
