@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             language_characters=config.language_characters,
             skip_bad_lines=corpus.skip_bad_lines,
         )
-        jobs = build(OutputConfig, namespace).jobs(corpus.files())
+        jobs = build(OutputConfig, namespace).jobs(corpus.files(), run.share)
         cleaning.prepare()
     except ValueError as error:
         parser.error(str(error))

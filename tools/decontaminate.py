@@ -27,7 +27,7 @@ from megatron.corpora.running import (
     show,
     unwind_when_terminated,
 )
-from megatron.corpora.work_folder import WorkFolder
+from megatron.corpora.work_folder import WorkFolder, file_state
 from megatron.training.console import run_as_program
 from megatron.training.flags import FlagParser, add_flags, build
 
@@ -95,7 +95,8 @@ def work_folder(
     removal = dataclasses.asdict(config.removal)
     settings = {
         "key": corpus.json_key,
-        "test sets": [[one.name, str(one.path), one.path.stat().st_size] for one in sets],
+        "names of test sets": [one.name for one in sets],
+        "test set": [file_state(one.path) for one in sets],
         "test keys": list(config.test_json_keys),
         "n-grams": config.ngram_size,
         "removal": [removal[name] for name in sorted(removal)],
@@ -109,7 +110,9 @@ def work_folder(
         yield work
 
 
-def corpus_jobs(config: DecontaminateConfig, output: OutputConfig, corpus: InputConfig) -> list[Job]:
+def corpus_jobs(
+    config: DecontaminateConfig, output: OutputConfig, corpus: InputConfig, run: RunConfig
+) -> list[Job]:
     """One for each input; without removal they have no output.
 
     Raises:
@@ -124,7 +127,7 @@ def corpus_jobs(config: DecontaminateConfig, output: OutputConfig, corpus: Input
         return []
     if output.output is not None and len(files) > 1:
         raise ValueError("--output takes one input; with several give --output-folder")
-    return output.jobs(files)
+    return output.jobs(files, run.share)
 
 
 def check(config: DecontaminateConfig, run: RunConfig) -> None:
@@ -152,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         corpus, config, run = (build(cls, namespace) for cls in (InputConfig, DecontaminateConfig, RunConfig))
         check(config, run)
-        jobs = corpus_jobs(config, build(OutputConfig, namespace), corpus)
+        jobs = corpus_jobs(config, build(OutputConfig, namespace), corpus, run)
         sets = config.sets()
         table = GramTable(sets, config.test_json_keys, config.ngram_size)
     except ValueError as error:

@@ -168,12 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     namespace = parser.parse_args(arguments)
     try:
         corpus, config, run = (build(cls, namespace) for cls in (InputConfig, DeduplicateConfig, RunConfig))
-        needs_output = config.stage in ("all", "filter")
-        outputs = build(OutputConfig, namespace).jobs(corpus.files()) if needs_output else []
         if run.shard is not None and config.stage in ("all", "candidates", "clusters"):
             raise ValueError(
                 f"--shard has no meaning with --stage {config.stage}, which takes all files at once"
             )
+        needs_output = config.stage in ("all", "filter")
+        outputs = build(OutputConfig, namespace).jobs(corpus.files(), run.share) if needs_output else []
         stages = Stages(corpus, config, run, outputs)
     except ValueError as error:
         parser.error(str(error))

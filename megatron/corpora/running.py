@@ -54,11 +54,12 @@ class OutputConfig:
     output_folder: str | None = None
     """A folder with one file for each input, named like it."""
 
-    def jobs(self, files: Sequence[Path]) -> list[Job]:
-        """What to read for each output.
+    def jobs(self, files: Sequence[Path], share: Shard) -> list[Job]:
+        """What to read for each output, in all shards.
 
         Raises:
-            ValueError: unless exactly one of the two is given, or if an output would be an input.
+            ValueError: unless exactly one of the two is given, or if an output would be an input, or belong
+                to several shards.
         """
         if (self.output is None) == (self.output_folder is None):
             raise ValueError("give one of --output and --output-folder")
@@ -66,6 +67,11 @@ class OutputConfig:
             names = output_names(files, Path(self.output_folder or ""))
             return [Job((path,), name, at) for at, (path, name) in enumerate(zip(files, names, strict=True))]
         output = Path(self.output)
+        if share.count > 1:
+            raise ValueError(
+                f"--output {output} --shard {share.index}/{share.count}: shards are shares of the files, and "
+                "one output takes them all; give --output-folder, or leave --shard out"
+            )
         if output.is_dir():
             raise ValueError(f"--output {output}: is a folder; --output-folder takes one")
         if output.resolve() in {path.resolve() for path in files}:
@@ -128,7 +134,11 @@ def run_jobs(
         ValueError: if an input cannot be used.
         WorkerDiedError: if a worker ends before its work does.
     """
-    mine = [jobs[number] for number in config.share.of(len(jobs)) if not is_done(jobs[number])]
+    share = config.share.of(len(jobs))
+    if not share:
+        note = f"--shard {config.shard}: no file of {len(jobs)} is for this shard, nothing to do\n"
+        sys.stderr.write(note)
+    mine = [jobs[number] for number in share if not is_done(jobs[number])]
     total: dict[str, Any] = {}
     if config.engine == "local":
         size = sum(path.stat().st_size for job in mine for path in job.inputs)

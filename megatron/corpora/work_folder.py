@@ -33,7 +33,7 @@ class WorkFolder:
         """Make the folder, or see that what is in it was made from the same files with the same settings.
 
         Raises:
-            ValueError: if it was not, naming what differs.
+            ValueError: if it was not, naming what differs: files that were written since count as others.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(self._identity()))
@@ -48,12 +48,12 @@ class WorkFolder:
             if found.get(name) != value:
                 raise ValueError(
                     f"--work-folder {self.path}: made with another {name}: "
-                    f"{_difference(found.get(name), value)}; give the same again, or another folder"
+                    f"{_difference(found.get(name), value)}; give the same again, or another folder, or "
+                    "delete this one to begin anew"
                 )
 
     def _identity(self) -> dict[str, Any]:
-        files = [[str(path), path.stat().st_size] for path in self.inputs]
-        return {"input": files, **self.settings}
+        return {"input": [file_state(path) for path in self.inputs], **self.settings}
 
     def file(self, kind: str, number: int, suffix: str) -> Path:
         """Path of a numbered file; its folder is there afterwards."""
@@ -82,11 +82,22 @@ class WorkFolder:
             )
 
 
+def file_state(path: Path) -> dict[str, Any]:
+    """JSON values that differ once a file is written again, at the same size too: the time is in ns."""
+    stat = path.stat()
+    return {"file": str(path), "size": stat.st_size, "changed": stat.st_mtime_ns}
+
+
 def _difference(old: Any, new: Any) -> str:
     if isinstance(old, list) and isinstance(new, list):
         if len(old) != len(new):
             return f"{len(old)} files then, {len(new)} now"
         old, new = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(old, dict) and isinstance(new, dict):
+        if old.get("file") == new.get("file"):
+            sizes = f"{old.get('size')} bytes then, {new.get('size')} now"
+            return f"{new['file']} has been written since ({sizes})"
+        old, new = old.get("file"), new.get("file")
     return f"{json.dumps(old)} then, {json.dumps(new)} now"
 
 

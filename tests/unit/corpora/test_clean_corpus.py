@@ -95,6 +95,17 @@ def test_output_does_not_depend_on_workers_shards_or_compression(tmp_path):
     assert (tmp_path / "joined.jsonl").read_bytes() == expected
 
 
+def test_a_shard_without_files_says_so(tmp_path):
+    write_corpus(tmp_path / "in.jsonl", ["w " * 128])
+    flags = ["--input", "in.jsonl", "--output-folder", "out", "--shard"]
+    result = clean(tmp_path, *flags, "1/4")
+    assert "--shard 1/4: no file of 1 is for this shard, nothing to do\n" in result.stderr
+    assert "kept" not in report_of(result)
+    result = clean(tmp_path, *flags, "0/4")
+    assert "nothing to do" not in result.stderr
+    assert report_of(result)["kept"] == 1
+
+
 def test_a_bad_line_is_named_and_leaves_no_output_or_is_skipped(tmp_path):
     write_corpus(tmp_path / "in.jsonl", ["w " * 128])
     with (tmp_path / "in.jsonl").open("a") as file:
@@ -117,6 +128,7 @@ def test_a_bad_line_is_named_and_leaves_no_output_or_is_skipped(tmp_path):
         (["--engine", "ray"], "pip install -r requirements-cluster.txt brings it"),
         (["--engine-address", "auto"], "--engine-address has no meaning with --engine local"),
         (["--output", "out.parquet"], "--output out.parquet: not written in that form"),
+        (["--shard", "1/4"], "--output out.jsonl --shard 1/4: shards are shares of the files"),
     ],
 )
 def test_wrong_flags_end_with_one_line(tmp_path, flags, reason, monkeypatch):

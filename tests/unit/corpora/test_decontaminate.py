@@ -97,6 +97,12 @@ def test_shards_find_together_what_one_run_finds(tmp_path):
     report_of(decontaminate(tmp_path, *flags, *folder, "--stage", "search", "--shard", "0/2"))
     assert report_of(decontaminate(tmp_path, *flags, *folder, "--stage", "report")) == whole
     assert whole["test_sets"]["test.txt"]["ngrams_found"] > 0
+    for name, what in (("test.txt", "test set"), ("b.jsonl", "input")):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content.swapcase())
+        changed = decontaminate(tmp_path, *flags, *folder, "--stage", "report")
+        assert changed.returncode == 1
+        assert f"made with another {what}: {name} has been written since" in last_line(changed)
 
 
 def test_removing_documents_keeps_the_bytes_of_the_others(tmp_path):

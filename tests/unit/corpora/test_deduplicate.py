@@ -255,10 +255,16 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     assert report["signatures"]["documents"] == len(texts)  # those of the other file alone
     assert report["clusters"]["documents"] == 2 * len(texts)
     assert report["filter"]["dropped"] >= len(texts)
-    (tmp_path / "b.jsonl").write_text("{}\n")
+    size = (tmp_path / "b.jsonl").stat().st_size
+    (tmp_path / "b.jsonl").write_text('{"text": "%s"}\n' % ("x" * (size - 13)))
     changed = deduplicate(tmp_path, *flags)
     assert changed.returncode == 2
-    assert "made with another input" in last_line(changed)
+    assert (
+        f"made with another input: b.jsonl has been written since ({size} bytes then, {size} now); give the "
+        "same again, or another folder, or delete this one to begin anew"
+    ) in last_line(changed)
+    other = deduplicate(tmp_path, "--input", "b.jsonl", "a.jsonl", "--output", "out.jsonl")
+    assert 'made with another input: "a.jsonl" then, "b.jsonl" now' in last_line(other)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +277,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         (["--input", "nowhere"], "--input: nowhere (no such file)"),
         (["--input", "in.jsonl", "in.jsonl"], "--input: in.jsonl is given 2 times"),
         (["--output", "in.jsonl"], "--output in.jsonl: is one of the inputs"),
+        (["--stage", "filter", "--shard", "0/2"], "--output out.jsonl --shard 0/2: shards are shares"),
     ],
 )
 def test_wrong_flags_end_with_one_line(tmp_path, flags, reason):
