@@ -125,8 +125,10 @@ def whole_lines(
                     yield block, raw.tell() - read
                     read = raw.tell()
         except DAMAGE as error:
+            lines += held.take().count(b"\n")
             raise ValueError(
-                f"{path}: the {kind} file is damaged or cut off after line {lines}: {error}"
+                f"{path}: the {kind} file is damaged or cut off after line {lines}, before "
+                f"byte {raw.tell() + 1}: {error}"
             ) from None
         rest = held.take()
         yield rest if lines else rest.removeprefix(BYTE_ORDER_MARK), raw.tell() - read

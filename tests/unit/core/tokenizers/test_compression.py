@@ -1,18 +1,21 @@
 """Compressed inputs and parquet: the same lines as the plain file, or an error that names the file."""
 
 import bz2
+import datetime
+import decimal
 import gzip
 import json
 import lzma
 import random
 
+import orjson
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
 from megatron.core.tokenizers.compression import kind_of, plain_pieces
-from megatron.core.tokenizers.corpus import read_chunks
+from megatron.core.tokenizers.corpus import read_chunks, texts_on_line
 
 LINES = [json.dumps({"text": f"{n} " + "word " * (n * 7 % 90)}).encode() + b"\n" for n in range(2000)]
 PLAIN = b"".join(LINES)
@@ -65,6 +68,15 @@ def test_a_file_that_is_cut_off_or_damaged_is_never_read_as_whole(tmp_path, kind
             lines_in(path)
 
 
+def test_the_place_of_the_damage_is_told(tmp_path):
+    first = gzip.compress(PLAIN[: len(LINES[0])])
+    path = tmp_path / "corpus.gz"
+    path.write_bytes(first + gzip.compress(b"".join(LINES[1:3]))[:-1])
+    place = f"after line 3, before byte {path.stat().st_size + 1}: it ends in the middle"
+    with pytest.raises(ValueError, match=place):
+        lines_in(path)
+
+
 @pytest.mark.parametrize(("content", "name"), [
     (lzma.compress(PLAIN), "an xz file"),
     (b"PK\x03\x04rest", "a zip file"),
@@ -110,6 +122,70 @@ def test_the_rows_of_a_parquet_file_are_json_lines(tmp_path):
     assert len(chunks) > 20
     assert sum(len(chunk.lines) for chunk in chunks) == 500
     assert [chunk.first_line for chunk in chunks][:2] == [1, 1 + len(chunks[0].lines)]
+
+
+BYTES = pyarrow.array([b"hello", "w\u00f6rd".encode()])
+
+
+@pytest.mark.parametrize(("column", "expected"), [
+    (BYTES, ["hello", "w\u00f6rd"]),
+    (BYTES.cast(pyarrow.binary_view()), ["hello", "w\u00f6rd"]),
+    (BYTES.cast(pyarrow.binary(5)), ["hello", "w\u00f6rd"]),
+    (BYTES.dictionary_encode(), ["hello", "w\u00f6rd"]),
+    (BYTES.cast(pyarrow.string()).dictionary_encode(), ["hello", "w\u00f6rd"]),
+    (pyarrow.array([[b"a", b"\xc3\xb6"], []]), [["a", "\u00f6"], []]),
+    (pyarrow.array([[b"a"], [b"b"]], pyarrow.list_(pyarrow.binary(), 1)), [["a"], ["b"]]),
+])  # fmt: skip
+def test_bytes_of_any_kind_are_text(tmp_path, column, expected):
+    path = parquet(tmp_path / "corpus.parquet", {"text": column})
+    for columns in (["text"], None):
+        assert [json.loads(line)["text"] for line in lines_in(path, columns=columns)] == expected
+
+
+def test_columns_beside_the_text_may_be_of_any_type(tmp_path):
+    day = datetime.datetime(2020, 2, 3, 4, 5)
+    columns = {
+        "text": [b"a"],
+        "day": [day.date()],
+        "time": pyarrow.array([1580702700000000001], pyarrow.timestamp("ns")),
+        "price": [decimal.Decimal("1.50")],
+        "score": [float("nan")],
+        "more": [{"name": b"b", "tags": [b"c"]}],
+        "map": pyarrow.array([[("k", b"v")]], pyarrow.map_(pyarrow.string(), pyarrow.binary())),
+    }
+    path = parquet(tmp_path / "corpus.parquet", columns)
+    (line,) = lines_in(path)
+    row = orjson.loads(line)
+    assert row.pop("time").startswith("2020-02-03")
+    assert row == {
+        "text": "a", "day": "2020-02-03", "price": "1.50", "score": None,
+        "more": {"name": "b", "tags": ["c"]}, "map": [["k", "v"]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [
+    [datetime.date(2020, 1, 1)], [decimal.Decimal("1.5")], [1], [{"a": "b"}], [[["a"]]], [[1]],
+])  # fmt: skip
+def test_a_text_column_of_no_text_is_refused(tmp_path, values):
+    path = parquet(tmp_path / "a.parquet", {"text": values})
+    with pytest.raises(ValueError, match=r"a\.parquet: the column 'text' is of the type .*, but one of str"):
+        lines_in(path, columns=["text"])
+
+
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.string(), pyarrow.list_(pyarrow.string())])
+def test_a_row_that_is_not_utf8_is_a_bad_line_alone(tmp_path, kind):
+    raw = [b"a", b"\xff\n", b"b"]
+    if pyarrow.types.is_list(kind):
+        strings = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array(raw).buffers())
+        column = pyarrow.ListArray.from_arrays([0, 1, 2, 3], strings)
+    else:
+        column = pyarrow.Array.from_buffers(kind, 3, pyarrow.array(raw).buffers())
+    lines = lines_in(parquet(tmp_path / "corpus.parquet", {"text": column}), columns=["text"])
+    assert len(lines) == 3
+    good = [texts_on_line(line, ["text"]) for line in lines[::2]]
+    assert good == [[["a"]], [["b"]]]
+    with pytest.raises(ValueError, match="not UTF-8 at byte"):
+        texts_on_line(lines[1], ["text"])
 
 
 def test_a_parquet_file_that_cannot_be_used_is_named(tmp_path):
