@@ -1,7 +1,7 @@
 """Tokenizers that Hugging Face's ``tokenizers`` library runs: GPT-2's BPE, and any ``tokenizer.json``."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,8 @@ from megatron.core.tokenizers.tokenizer import (
     extend_vocabulary,
     named_file,
     sentinel_names,
+    special_ids,
+    split_apart,
     utf8,
 )
 
@@ -91,9 +93,9 @@ class LibraryTokenizer(Tokenizer):
         self.sentinels = tuple(sentinels.values())
         self._encoder = self._library
         if not parse_special_tokens:
-            markers = {token["content"] for token in spec.get("added_tokens") or () if token.get("special")}
-            markers |= {token for _, token in special.named() if token in vocabulary}
-            self._encoder = load_library_tokenizer(without_special_text(spec, markers), source)
+            self._encoder = load_library_tokenizer(
+                without_special_text(spec, _markers(spec, {token for _, token in special.named()})), source
+            )
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._word_piece = spec["model"] if spec["model"].get("type") == "WordPiece" else None
@@ -101,6 +103,7 @@ class LibraryTokenizer(Tokenizer):
             "type": name,
             "vocab_size": self.vocab_size,
             "eod": self.eos,
+            "special": special_ids(self),
             "parse_special_tokens": parse_special_tokens,
             "sha256": digest(*files),
         }
@@ -117,6 +120,12 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, each as ``encode`` gives them."""
+        if self._encoder is not self._library and any(NO_TEXT_HOLDS in text for text in texts):
+            found = [self._encode_all(split_apart(text)) for text in texts]
+            return [[token for ids in pieces for token in ids] for pieces in found]
+        return self._encode_all(texts)
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             # The fast call leaves out the position of each token in the text, a fifth of the time.
             found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -144,6 +153,17 @@ class LibraryTokenizer(Tokenizer):
         for piece, token_id in self._word_piece["vocab"].items():
             continues[token_id] = piece.startswith(prefix)
         return continues
+
+
+def _markers(spec: dict[str, Any], named: Collection[str]) -> set[str]:
+    """The tokens that no text may yield: special ones, and of the other added ones those with a role.
+
+    An ordinary token of the vocabulary with a role stays one, since text is spelled with it; and a byte's
+    character stays one even if it is listed as special.
+    """
+    added = spec.get("added_tokens") or ()
+    found = {token["content"] for token in added if token.get("special") or token["content"] in named}
+    return found - set(pre_tokenizers.ByteLevel.alphabet()) if spec["model"].get("type") == "BPE" else found
 
 
 def _with_sentinels(
@@ -211,9 +231,11 @@ def hugging_face_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
 
     1. ``bos_token``, ``eos_token``, ``pad_token``, ``cls_token``, ``sep_token`` or ``mask_token`` of a
        ``tokenizer_config.json`` in the same folder, where that file names one (as a string or as an object
-       with ``content``); a name that isn't in the vocabulary counts as none;
-    2. otherwise the first of its :data:`KNOWN_NAMES` that ``tokenizer.json`` lists among its added tokens as
-       special: ``<|endoftext|> </s> <|end_of_text|> <eos>`` for the end;
+       with ``content``); a name that isn't in the vocabulary counts as none, and one that is an ordinary
+       token, such as ``!`` for padding, is still what a text is spelled with;
+    2. otherwise the first of its :data:`KNOWN_NAMES` that ``tokenizer.json`` (or ``added_tokens_decoder``
+       beside it) lists among its added tokens as special, which for the end are
+       ``<|endoftext|> </s> <|end_of_text|> <eos>``;
     3. otherwise none.
 
     The end of sequence is the end of a document. The post-processor of the file, which may put tokens before
@@ -227,9 +249,10 @@ def hugging_face_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
     if "model" not in spec:
         keys = ", ".join(map(repr, list(spec)[:5]))
         raise ValueError(f"{path}: not a tokenizer.json: it has no key 'model' (keys: {keys})")
-    special = [token["content"] for token in spec.get("added_tokens") or () if token.get("special")]
     beside = path.with_name("tokenizer_config.json")
     named = read_json(beside) if beside.is_file() else {}
+    spec, listed = _with_listed_tokens(spec, named.get("added_tokens_decoder"))
+    special = [token["content"] for token in spec.get("added_tokens") or () if token.get("special")]
     names = {
         role: _special_name(named.get(f"{role}_token"), known, special) for role, known in KNOWN_NAMES.items()
     }
@@ -240,8 +263,29 @@ def hugging_face_tokenizer(config: TokenizerConfig) -> LibraryTokenizer:
         SpecialNames(**names),
         num_sentinels=config.vocab_extra_ids,
         parse_special_tokens=config.parse_special_tokens,
-        files=(path.read_bytes(),),
+        files=(path.read_bytes(), *listed),
     )
+
+
+def _with_listed_tokens(spec: dict[str, Any], listed: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """The tokenizer with the special tokens that ``added_tokens_decoder`` alone lists, and their names."""
+    there = {token["content"] for token in spec.get("added_tokens") or ()}
+    vocabulary = spec["model"].get("vocab")
+    if isinstance(vocabulary, list):
+        vocabulary = {token: token_id for token_id, (token, _) in enumerate(vocabulary)}
+    if not isinstance(listed, dict) or not isinstance(vocabulary, dict):
+        return spec, []
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    new = [
+        {"id": vocabulary[token["content"]], "content": token["content"], **plain}
+        for number, token in listed.items()
+        if isinstance(token, dict)
+        and token.get("special")
+        and token.get("content") not in there
+        and str(vocabulary.get(token.get("content"))) == number
+    ]
+    added = sorted([*(spec.get("added_tokens") or ()), *new], key=lambda token: int(token["id"]))
+    return {**spec, "added_tokens": added}, [token["content"].encode() for token in new]
 
 
 def _tokenizer_json(tokenizer_model: str | None) -> Path:
@@ -304,8 +348,9 @@ def load_library_tokenizer(spec: dict[str, Any], source: str) -> tokenizers.Toke
 def without_special_text(spec: dict[str, Any], special: set[str]) -> dict[str, Any]:
     """The same tokenizer, ids and all, for which no text can yield one of the special tokens.
 
-    Each special token gets a name that no text contains, in the list of added tokens and in the model's own
-    vocabulary alike: a Unigram or a word-level model would find ``</s>`` in its vocabulary without the list.
+    Each special token gets a name that no text contains (texts with :data:`NO_TEXT_HOLDS` are split there),
+    in the list of added tokens and in the model's own vocabulary alike: a Unigram or a word-level model would
+    find ``</s>`` in its vocabulary without the list.
     """
 
     def renamed(token: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers.tokenizer import Tokenizer, sentinel_names, splitter, utf8
+from megatron.core.tokenizers.tokenizer import Tokenizer, sentinel_names, special_ids, splitter, utf8
 
 NUM_BYTES: Final = 256
 SPECIAL: Final = ("<eod>", "<bos>", "<pad>", "<cls>", "<sep>", "<mask>")
@@ -33,6 +33,7 @@ class ByteLevelTokenizer(Tokenizer):
             "type": self.name,
             "vocab_size": self.vocab_size,
             "eod": self.eos,
+            "special": special_ids(self),
             "parse_special_tokens": config.parse_special_tokens,
         }
 

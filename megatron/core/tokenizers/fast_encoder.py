@@ -83,21 +83,31 @@ class GigatokenEncoder(BatchEncoder):
 
     Args:
         encoder_json: content of a ``tokenizer.json``.
+        reference: what encodes texts with :data:`NO_TEXT_HOLDS`, by which special tokens are kept from texts.
 
     Raises:
         ValueError: if it is of a kind that gigatoken does not encode.
     """
 
-    def __init__(self, encoder_json: str) -> None:
+    def __init__(self, encoder_json: str, reference: BatchEncoder) -> None:
         try:
             self._library = load_hf_json(encoder_json)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             raise ValueError(str(error).partition("\n")[0]) from None
         self.name = f"gigatoken {version('gigatoken')}"
+        self._reference = reference
         self._short_texts = 0
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
+        apart = [NO_TEXT_HOLDS in text for text in texts]
+        if not any(apart):
+            return self._encode(texts)
+        pairs = zip(texts, apart, strict=True)
+        found = [(self._reference if by_itself else self._encode)([text]) for text, by_itself in pairs]
+        return np.concatenate([ids for ids, _ in found]), np.concatenate([lengths for _, lengths in found])
+
+    def _encode(self, texts: Sequence[str]) -> Encoded:
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
         if sum(map(len, texts)) < _SHORT * len(texts):
@@ -123,7 +133,7 @@ def choose_encoder(tokenizer: Tokenizer, sample: Iterable[str]) -> tuple[BatchEn
     if spec is None:
         return reference, f"encoding with {reference.name}'s own library"
     try:
-        fast = GigatokenEncoder(spec)
+        fast = GigatokenEncoder(spec, reference)
     except ValueError as error:
         return reference, f"encoding with {reference.name}'s own library (not with gigatoken: {error})"
     texts = [*NASTY_TEXTS, *_spelled_out(spec), *sample]
@@ -155,4 +165,4 @@ def _spelled_out(encoder_json: str) -> list[str]:
     """Texts that hold the names of special tokens, which are ordinary text unless asked otherwise."""
     names = [str(token["content"]) for token in orjson.loads(encoder_json).get("added_tokens") or ()]
     plain = [name.removeprefix(NO_TEXT_HOLDS) for name in names[:1000]]
-    return [f"a{name}b {name} {name}{name}" for name in plain]
+    return [f"a{name}b {name} {name}{name}{NO_TEXT_HOLDS}{name}" for name in plain]

@@ -9,11 +9,14 @@ from sentencepiece import SentencePieceProcessor
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers.sentencepiece_model import llama_json, without_names
 from megatron.core.tokenizers.tokenizer import (
+    NO_TEXT_HOLDS,
     Tokenizer,
     digest,
     extend_vocabulary,
     named_file,
     sentinel_names,
+    special_ids,
+    split_apart,
     splitter,
     utf8,
 )
@@ -82,6 +85,7 @@ class SentencePieceTokenizer(Tokenizer):
             "type": "Llama2Tokenizer" if self.prefix else "SentencePieceTokenizer",
             "vocab_size": self.vocab_size,
             "eod": self.eos,
+            "special": special_ids(self),
             "parse_special_tokens": config.parse_special_tokens,
             "sha256": digest(content),
         }
@@ -110,6 +114,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         utf8(text)  # says what the library does not
         if self._split is None:
+            if self._encoder is not self._model and NO_TEXT_HOLDS in text:
+                return [one for piece in split_apart(text) for one in self._encoder.encode(piece)]
             return list(self._encoder.encode(text))
         ids: list[int] = []
         for part in self._split.split(text):

@@ -17,6 +17,7 @@ from megatron.core.tokenizers.tokenizer import (
     extend_vocabulary,
     named_file,
     sentinel_names,
+    special_ids,
     splitter,
     utf8,
 )
@@ -107,6 +108,7 @@ class TikTokenizer(Tokenizer):
             "type": self.name,
             "vocab_size": self.vocab_size,
             "eod": self.eos,
+            "special": special_ids(self),
             "parse_special_tokens": config.parse_special_tokens,
             "sha256": digest(path.read_bytes(), self._pattern.encode(), *(name.encode() for name in names)),
         }

@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 NO_TEXT_HOLDS: Final = "\U0010ffff"
-"""A code point that Unicode keeps free of characters for good."""
+"""A code point that Unicode keeps free of characters for good.
+
+Names of special tokens that must not be found in a text begin with it. A text that holds it all the same is
+encoded piece by piece (:func:`split_apart`).
+"""
 
 
 class Tokenizer(Protocol):
@@ -147,6 +151,17 @@ def utf8(text: str) -> bytes:
         raise ValueError(
             f"{half} at character {error.start + 1} of the text is one half of a surrogate pair, no character"
         ) from None
+
+
+def split_apart(text: str) -> list[str]:
+    """A text in pieces, laid end to end: each :data:`NO_TEXT_HOLDS` by itself, and what is between them."""
+    return [piece for piece in re.split(f"({NO_TEXT_HOLDS})", text) if piece]
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids of all special tokens by what they are for, for ``identity``."""
+    roles = ("bos", "eos", "pad", "cls", "sep", "mask")
+    return {**{role: getattr(tokenizer, role) for role in roles}, "sentinels": list(tokenizer.sentinels)}
 
 
 def sentinel_names(count: int) -> list[str]:

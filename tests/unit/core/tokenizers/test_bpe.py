@@ -142,6 +142,35 @@ def test_control_tokens_named_in_the_folder_win(tmp_path, config, expected):
         assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == expected
 
 
+def folder_with_padding(folder, there, **config):
+    (there / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (there / "tokenizer_config.json").write_text(json.dumps(config))
+    return hugging_face(there)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_ordinary_token_named_as_padding_still_spells_text(tmp_path, folder, listed):
+    plain = hugging_face(folder / "tokenizer.json")
+    bang = plain.encode("!")[0]
+    decoder = {str(bang): {"content": "!", "special": True}} if listed else {}
+    tokenizer = folder_with_padding(folder, tmp_path, pad_token="!", added_tokens_decoder=decoder)
+    text = "Hello! World!! <|endoftext|>"
+    assert tokenizer.pad == bang
+    assert tokenizer.encode(text) == plain.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.identity != plain.identity
+
+
+def test_a_token_listed_as_special_beside_the_file_comes_from_no_text(tmp_path, folder):
+    plain = hugging_face(folder / "tokenizer.json")
+    (the,) = plain.encode(" the")
+    decoder = {str(the): {"content": "\u0120the", "special": True}}
+    tokenizer = folder_with_padding(folder, tmp_path, pad_token="\u0120the", added_tokens_decoder=decoder)
+    assert tokenizer.pad == the
+    assert the not in tokenizer.encode("by the sea")
+    assert tokenizer.decode(tokenizer.encode("by the sea")) == "by the sea"
+
+
 def test_a_file_without_an_end_token_says_so_when_asked(tmp_path):
     tokenizer = LibraryTokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -86,7 +86,8 @@ def test_no_text_yields_a_special_token_unless_asked(known, name):
     special = {tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask}
     special = {*special, *tokenizer.sentinels} - {None}
     start = len(tokenizer.prefix)
-    for text in [*NASTY, " ".join(MARKERS), "".join(MARKERS)]:
+    hidden = "".join(f"a\U0010ffff{marker}" for marker in MARKERS)
+    for text in [*NASTY, " ".join(MARKERS), "".join(MARKERS), hidden]:
         assert not special & set(tokenizer.encode(text)[start:]), ascii(text)
     parsing = family.build(vocab_extra_ids=2, parse_special_tokens=True)
     first = parsing.decode([parsing.sentinels[0]])

@@ -49,9 +49,26 @@ def test_a_marker_in_a_text_is_spelled_out(tokenizer):
     assert tokenizer.decode(ids.tolist()) == "a<|endoftext|>b<|endoftext|>"
 
 
+def test_a_text_cannot_spell_the_hidden_name_of_a_marker(tokenizer):
+    texts = [
+        "a\U0010ffff<|endoftext|>b",
+        "plain",
+        "\U0010ffff\U0010ffff<|endoftext|>\U0010ffff",
+        "",
+        "\U0010ffff",
+    ]
+    fast = GigatokenEncoder(tokenizer.encoder_json, ReferenceEncoder(tokenizer))
+    ids, lengths = fast(texts)
+    own = tokenizer.encode_batch(texts)
+    assert ids.tolist() == [token for one in own for token in one]
+    assert lengths.tolist() == list(map(len, own))
+    assert tokenizer.eod not in ids
+    assert tokenizer.decode(ids.tolist()) == "".join(texts)
+
+
 def test_many_short_texts_take_another_way_to_the_same_ids(tokenizer, monkeypatch):
     monkeypatch.setattr(fast_encoder, "_MANY_SHORT_TEXTS", 50)
-    encode = GigatokenEncoder(tokenizer.encoder_json)
+    encode = GigatokenEncoder(tokenizer.encoder_json, ReferenceEncoder(tokenizer))
     texts = [*CHAPTERS[0].split()[:100], "", " "]
     first, second = encode(texts[:40]), encode(texts[40:])
     again = encode(texts)
@@ -89,7 +106,7 @@ def test_a_difference_is_seen_and_named(tokenizer):
     encode, why = choose_encoder(Wrong(), CHAPTERS[:1])
     assert isinstance(encode, ReferenceEncoder)
     assert "since gigatoken 0.10.0 gives other ids for " in why
-    other = GigatokenEncoder(Wrong().encoder_json)
+    other = GigatokenEncoder(Wrong().encoder_json, ReferenceEncoder(tokenizer))
     message = first_difference(other, ReferenceEncoder(tokenizer), ["", "whale"])
     expected = tokenizer.encode("whale")
     assert message.startswith("gigatoken 0.10.0 gives other ids for 'whale': from id 0 on ")
