@@ -5,10 +5,11 @@ With one part there is nothing to put together: its documents go straight to whe
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +67,10 @@ class PartedWriter:
         if not self._direct and not folder.is_dir():
             folder.mkdir(parents=True)
             self._hold()
-            _write_json(folder / _RUN, made_from)
+            with _naming(folder / _RUN):
+                _write_json(folder / _RUN, made_from)
+        for output in self._outputs.values():
+            _delete_leftovers(output)
 
     def _take_over(self, made_from: dict[str, Any], resume: bool) -> None:
         self._hold()
@@ -132,7 +136,8 @@ class PartedWriter:
             sequence_lengths: [n] tokens in each sequence.
             sequences_per_document: [m] sequences in each document.
         """
-        self._begun(part)[name].add_many(tokens, sequence_lengths, sequences_per_document)
+        with _naming(self._prefix(part, name)):
+            self._begun(part)[name].add_many(tokens, sequence_lengths, sequences_per_document)
 
     def _begun(self, part: int) -> dict[str, IndexedDatasetBuilder]:
         if part not in self._builders:
@@ -152,10 +157,12 @@ class PartedWriter:
             builders = self._begun(part)
             sizes = {}
             for name, builder in builders.items():
-                builder.finalize()
+                with _naming(self._prefix(part, name)):
+                    builder.finalize()
                 dataset = IndexedDataset(self._prefix(part, name))
                 sizes[name] = [dataset.num_documents, dataset.num_sequences, dataset.num_tokens]
-            _write_json(self._file(part), {"sizes": sizes, "report": dict(report)})
+            with _naming(self._file(part)):
+                _write_json(self._file(part), {"sizes": sizes, "report": dict(report)})
             del self._builders[part]
         self.finished[part] = dict(report)
 
@@ -163,11 +170,13 @@ class PartedWriter:
         """Give the datasets their names, once every part is finished; the parts are then deleted."""
         assert len(self.finished) == len(self._parts), "a part is missing"
         if self._direct:
-            for builder in self._builders.pop(self._parts[0], {}).values():
-                builder.finalize()
+            for name, builder in self._builders.pop(self._parts[0], {}).items():
+                with _naming(self._outputs[name]):
+                    builder.finalize()
             return
-        for builder in self._merged():
-            builder.finalize()
+        for output, builder in zip(self._outputs.values(), self._merged(), strict=True):
+            with _naming(output):
+                builder.finalize()
         self._delete()
 
     def _merged(self) -> list[IndexedDatasetBuilder]:
@@ -177,7 +186,8 @@ class PartedWriter:
                 builder = IndexedDatasetBuilder(output, self._dtype)
                 builders.append(builder)
                 for part in self._parts:
-                    builder.add_dataset(IndexedDataset(self._prefix(part, name)))
+                    with _naming(output):
+                        builder.add_dataset(IndexedDataset(self._prefix(part, name)))
         except BaseException:
             for builder in builders:
                 builder.discard()
@@ -218,6 +228,37 @@ class PartedWriter:
         (self._folder / _RUN).unlink(missing_ok=True)  # first: without it nothing here is ever used
         self._release()
         shutil.rmtree(self._folder)
+
+
+@contextlib.contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Let an error of the system say where it came up: one of a full disk does not say it by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _delete_leftovers(output: str) -> None:
+    """Delete what processes that were killed have left of a dataset beside its place."""
+    for suffix in (".bin", ".idx"):
+        beginning = f"{output}{suffix}.partial-"
+        for name in glob.glob(f"{glob.escape(beginning)}*"):
+            process = name.removeprefix(beginning)
+            if process.isdecimal() and not _is_alive(int(process)):
+                Path(name).unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass  # someone else's; no number of a process
+    return True
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

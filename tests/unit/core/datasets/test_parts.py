@@ -1,6 +1,10 @@
 """Datasets in parts: the bytes of one run, however it is cut up, stopped and taken up again."""
 
+import errno
 import json
+import os
+import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -143,3 +147,32 @@ def test_one_part_goes_straight_to_its_place(tmp_path):
         writer(tmp_path, parts=(1,), resume=True)
     writer(tmp_path, parts=(1,)).close()
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("parts", [(0,), (0, 1, 2)])
+def test_what_a_killed_run_left_beside_the_output_is_deleted(tmp_path, parts):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = [f"out_{name}{suffix}.partial-{ended.pid}" for name in DOCUMENTS for suffix in (".bin", ".idx")]
+    kept = [
+        f"out_text.bin.partial-{os.getppid()}",
+        "out_text.bin.partial-x",
+        f"out_texts.bin.partial-{ended.pid}",
+    ]
+    for name in [*stale, *kept]:
+        (tmp_path / name).write_bytes(b"x")
+    target = writer(tmp_path, parts)
+    target.close()
+    assert names_in(tmp_path) == sorted(kept)
+
+
+@pytest.mark.parametrize("parts", [(0,), (0, 1, 2)])
+def test_an_error_of_the_disk_names_the_file(tmp_path, monkeypatch, parts):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target = writer(tmp_path, parts)
+    monkeypatch.setattr(IndexedDatasetBuilder, "add_many", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(tmp_path))}/out"):
+        add(target, 0)
+    target.close()
