@@ -16,7 +16,7 @@ from megatron.core.datasets.builder import (
     build_splits,
     dataset_cache,
 )
-from megatron.core.datasets.fingerprint import content_digest
+from megatron.core.datasets.fingerprint import array_digest, content_digest
 from megatron.core.datasets.gpt_dataset import SequenceSource
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -62,13 +62,23 @@ class BertSamples:
 
     @property
     def order(self) -> Mapping[str, str | int | float]:
-        """What the order of samples depends on besides the data and how it is mixed, by name."""
+        """What samples and their order depend on besides the data and how it is mixed, by name."""
+        masking = self._format.masking
+        special = {name: getattr(masking, name) for name in ("cls", "sep", "mask")} | {
+            "pad": self._format.pad
+        }
+        continues = masking.continues_word
         return {
             "order version": BERT_ORDER_VERSION,
             "--seq-length": self._format.seq_length,
             "--seed": self._seed,
             "--short-seq-prob": self._format.short_seq_prob,
             "sentences of a sample, at least": self._format.min_sentences,
+            "--mask-prob": masking.mask_prob,
+            "words masked in a run, at most": masking.max_ngram,
+            "vocabulary": masking.vocab_size,
+            **{f"id of {name}": token for name, token in special.items()},
+            "pieces that go on with a word": "none" if continues is None else array_digest(continues),
         }
 
     def made_up(self) -> SequenceSource:

@@ -11,8 +11,9 @@ number of the sample alone: not on which samples were read before, so a run that
 otherwise, sees the same text.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ Ids = npt.NDArray[np.int64]
 
 _BROKEN: Final = "\ufffd"
 """What a decoder gives for bytes that are no character, as where a sample begins inside one."""
+_PROBE: Final = "one and two, then three"
+"""A text to see whether a tokenizer's pieces can be put together again."""
 
 
 class TextTokenizer(Protocol):
@@ -33,6 +36,7 @@ class TextTokenizer(Protocol):
     vocab_size: int
     eos: int | None
     prefix: tuple[int, ...]
+    identity: dict[str, Any]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, after ``prefix``."""
@@ -50,7 +54,8 @@ class FillInTheMiddle:
         seed: what is chosen is a function of it and the number of a sample.
 
     Raises:
-        ValueError: if the tokenizer has no token of one of the names.
+        ValueError: if the tokenizer has no token of one of the names, or if pieces of a text never give the
+            text back, as with SentencePiece that puts a space before each.
     """
 
     def __init__(self, config: FimConfig, tokenizer: TextTokenizer, seed: int) -> None:
@@ -75,6 +80,12 @@ class FillInTheMiddle:
             )
         self._eod = eod
         self._split = ids.get("--fim-split-sample")
+        if self._loses_every_cut():
+            raise ValueError(
+                f"--fim-data: {tokenizer.name} ({tokenizer.source}) does not give back a text that was cut, "
+                "since it adds or drops spaces where a text begins or ends; take a byte-level tokenizer "
+                "without such a space, and data made with it"
+            )
 
     def __call__(self, tokens: Ids, sample_key: int) -> Ids:
         """The same as :meth:`apply`."""
@@ -111,7 +122,8 @@ class FillInTheMiddle:
     def _rearrange(self, tokens: Ids, rate: float, generator: np.random.Generator) -> Ids:
         """With probability ``rate``, the text with its middle put last.
 
-        Text that would not come back as it was is left alone: an end inside a character, say.
+        Text that would not come back as it was is left alone: an end inside a character, say, or cuts where
+        the tokenizer adds a space.
         """
         if generator.random() >= rate:
             return tokens
@@ -120,12 +132,31 @@ class FillInTheMiddle:
         if _BROKEN in text or (no_prefix is not None and text.startswith(no_prefix)):
             return tokens
         first, second = sorted(generator.integers(0, len(text) + 1, size=2).tolist())
-        prefix, middle, suffix = map(self._encode, (text[:first], text[first:second], text[second:]))
+        pieces = [self._encode(part) for part in (text[:first], text[first:second], text[second:])]
+        if not self._come_back(pieces, text):
+            return tokens
+        prefix, middle, suffix = pieces
         if generator.random() < self._config.fim_spm_rate:
             order = [self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]
         else:
             order = [self._prefix, *prefix, self._suffix, *suffix, self._middle, *middle]
         return np.array(order, dtype=np.int64)
+
+    def _come_back(self, pieces: Sequence[list[int]], text: str) -> bool:
+        """Whether pieces are the text again, both if each is read by itself and if all are read as one."""
+        decode = self._tokenizer.decode
+        return "".join(map(decode, pieces)) == text == decode(list(itertools.chain(*pieces)))
+
+    def _loses_every_cut(self) -> bool:
+        """Whether no three pieces of a text are the text again, although it is as a whole."""
+        text = self._tokenizer.decode(self._encode(_PROBE))
+        if not self._come_back([self._encode(text)], text):
+            return False  # a vocabulary that has not these letters; its own texts will show
+        for first, second in itertools.combinations(range(1, len(text)), 2):
+            parts = text[:first], text[first:second], text[second:]
+            if self._come_back([self._encode(part) for part in parts], text):
+                return False
+        return len(text) > 2
 
     def _encode(self, text: str) -> list[int]:
         if not text:

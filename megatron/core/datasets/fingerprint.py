@@ -3,7 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.core.datasets.gpt_dataset import SequenceSource
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -27,8 +30,7 @@ def content_digest(source: SequenceSource, *, documents: bool = False) -> str:
         documents: cover also which sequences make a document.
     """
     if not isinstance(source, IndexedDataset):
-        identity = json.dumps(source.identity(), sort_keys=True)
-        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        return value_digest(source.identity())
     sizes = [source.dtype.name, source.num_sequences, source.num_tokens]
     found = hashlib.blake2b(json.dumps(sizes).encode(), digest_size=16)
     for start, stop in _blocks(source.num_sequences):
@@ -38,6 +40,19 @@ def content_digest(source: SequenceSource, *, documents: bool = False) -> str:
     if documents:
         for start, stop in _blocks(len(source.document_indices)):
             found.update(source.document_indices[start:stop].tobytes())
+    return found.hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """Hash of a JSON value, 32 hexadecimal digits, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def array_digest(array: npt.NDArray[Any]) -> str:
+    """Hash of an array's type, shape and entries, 32 hexadecimal digits."""
+    found = hashlib.blake2b(json.dumps([array.dtype.str, array.shape]).encode(), digest_size=16)
+    found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()
 
 

@@ -15,7 +15,7 @@ from megatron.core.datasets.builder import (
     dataset_cache,
 )
 from megatron.core.datasets.fim import FillInTheMiddle, TextTokenizer
-from megatron.core.datasets.fingerprint import content_digest
+from megatron.core.datasets.fingerprint import content_digest, value_digest
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, SequenceSource
 from megatron.core.datasets.gpt_indices import (
     Allocate,
@@ -66,7 +66,7 @@ def build_datasets(
         reset_attention_mask=config.reset_attention_mask,
         transform=FillInTheMiddle(*fim, seed) if fim is not None else None,
     )
-    kind = GPTSamples(config, sample_format, seed, fim[0] if fim is not None else None)
+    kind = GPTSamples(config, sample_format, seed, fim)
     return build_splits(config, kind, sizes, validation_sets=validation_sets)
 
 
@@ -77,11 +77,15 @@ class GPTSamples:
         config: the data flags.
         sample_format: how tokens become a sample.
         seed: of the order of samples.
-        fim: how the transform of the format rearranges text, if it does.
+        fim: how the transform of the format rearranges text, and with what tokenizer, if it does.
     """
 
     def __init__(
-        self, config: DataConfig, sample_format: SampleFormat, seed: int, fim: FimConfig | None
+        self,
+        config: DataConfig,
+        sample_format: SampleFormat,
+        seed: int,
+        fim: tuple[FimConfig, TextTokenizer] | None,
     ) -> None:
         self._config = config
         self._fim = fim
@@ -102,9 +106,13 @@ class GPTSamples:
     def _rearranged(self) -> dict[str, str | int | float]:
         if self._fim is None:
             return {}
+        config, tokenizer = self._fim
         return {
-            f"--{name.replace('_', '-')}": "none" if value is None else value
-            for name, value in dataclasses.asdict(self._fim).items()
+            **{
+                f"--{name.replace('_', '-')}": "none" if value is None else value
+                for name, value in dataclasses.asdict(config).items()
+            },
+            "tokenizer of --fim-data": value_digest(tokenizer.identity),
         }
 
     def made_up(self) -> SequenceSource:

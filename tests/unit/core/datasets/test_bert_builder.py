@@ -1,11 +1,13 @@
 """BERT datasets from flags: splits of documents, blends, and what a run depends on."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from megatron.core.config import DataConfig
 from megatron.core.config.bert_data import BertDataConfig
-from megatron.core.datasets.bert_builder import build_bert_datasets
+from megatron.core.datasets.bert_builder import BertSamples, build_bert_datasets
 from megatron.core.datasets.bert_dataset import BertSampleFormat
 from megatron.core.datasets.bert_mapping import build_bert_mapping
 from tests.unit.core.datasets.test_bert_dataset import Pieces, write
@@ -76,3 +78,27 @@ def test_made_up_data_is_refused():
     config = DataConfig(mock_data=True)
     with pytest.raises(ValueError, match="--mock-data has no sentences"):
         build_bert_datasets(config, sample_format=FORMAT, seed=1, sizes=(5, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"mask_prob": 0.2}, {"--mask-prob"}),
+        ({"max_ngram": 1}, {"words masked in a run, at most"}),
+        ({"mask": 9}, {"id of mask"}),
+        ({"continues_word": np.arange(1000) > 990}, {"pieces that go on with a word"}),
+        ({"continues_word": None}, {"pieces that go on with a word"}),
+        ({"short_seq_prob": 0.2}, {"--short-seq-prob"}),
+        ({"pad": 9}, {"id of pad"}),
+        ({"binary_head": False}, {"sentences of a sample, at least"}),
+        ({"seq_length": 25}, {"--seq-length"}),
+    ],
+)
+def test_all_that_samples_depend_on_is_in_the_fingerprint(change, names):
+    masks = {name: value for name, value in change.items() if hasattr(FORMAT.masking, name)}
+    others = {name: value for name, value in change.items() if name not in masks}
+    masking = dataclasses.replace(FORMAT.masking, **masks)
+    changed = dataclasses.replace(FORMAT, masking=masking, **others)
+    one, other = (BertSamples(DataConfig(mock_data=True), each, 1).order for each in (FORMAT, changed))
+    assert {name for name in one if one[name] != other[name]} == names
+    assert one.keys() == other.keys()

@@ -1,7 +1,10 @@
 """Fill in the middle: each document comes back whole when its pieces are put in order again."""
 
+import io
+
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 
 from megatron.core.config import FimConfig, TokenizerConfig
@@ -24,6 +27,9 @@ class Characters:
     """ASCII characters by their codes, with one token for ``ab``; special names in a text are spelled out."""
 
     name, source, vocab_size, prefix, eos = "Characters", "--toy", 137, (), EOD
+
+    def __init__(self):
+        self.identity = {"type": "Characters"}
 
     def encode(self, text):
         return [*self.prefix, *(AB if c == "\x80" else ord(c) for c in text.replace("ab", "\x80"))]
@@ -239,3 +245,77 @@ def test_text_of_a_byte_level_tokenizer_comes_back(tmp_path):
         assert whole.endswith("".join(map(tokenizer.decode, pieces)))
         changed += 1
     assert changed > 40
+
+
+FIM_TOKENS = {
+    name: name for name in ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token")
+}
+
+
+def sentence_piece(folder, **options):
+    model, path = io.BytesIO(), folder / "tokenizer.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["one and two, then three", "a number and another one"] * 20),
+        model_writer=model, vocab_size=60, hard_vocab_limit=False, minloglevel=2,
+        user_defined_symbols=list(FIM_TOKENS), **options,
+    )  # fmt: skip
+    path.write_bytes(model.getvalue())
+    return build_tokenizer(TokenizerConfig("SentencePieceTokenizer", tokenizer_model=str(path)))
+
+
+def word_piece(folder):
+    letters = "abcdefghijklmnopqrstuvwxyz,"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *FIM_TOKENS, *letters, *(f"##{one}" for one in letters)]
+    (folder / "vocab.txt").write_text("\n".join([*pieces, "one", "two", "and"]) + "\n")
+    return build_tokenizer(TokenizerConfig("BertWordPieceCase", vocab_file=str(folder / "vocab.txt")))
+
+
+def llama(folder):
+    return sentence_piece(folder, normalization_rule_name="identity", remove_extra_whitespaces=False)
+
+
+@pytest.mark.parametrize("make", [sentence_piece, llama, word_piece])
+def test_tokenizers_that_never_give_back_a_text_that_was_cut_are_refused(tmp_path, make):
+    tokenizer = make(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("one and two")) == "one and two"
+    with pytest.raises(ValueError, match=r"--fim-data: \w+ \(--.*\) does not give back a text that was cut"):
+        fim(tokenizer, **FIM_TOKENS)
+
+
+def test_sentence_piece_without_a_space_before_each_text_is_as_good(tmp_path):
+    tokenizer = sentence_piece(
+        tmp_path, add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity"
+    )
+    tokens = np.array(tokenizer.encode("one and two, then three"), np.int64)
+    room = np.append(tokens, [tokenizer.eos] * 40)
+    change = fim(tokenizer, fim_rate=1.0, fim_spm_rate=0.0, **FIM_TOKENS)
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    marks = [texts.index(name) for name in FIM_TOKENS]
+    for key in range(30):
+        found = change.apply(room, key).tolist()
+        found = found[: found.index(tokenizer.eos)]
+        assert found[0] == marks[0]
+        before, rest = split(found[1:], marks[2])
+        after, between = split(rest, marks[1])
+        assert tokenizer.decode([*before, *between, *after]) == "one and two, then three"
+
+
+class DropsSpacesAtEnds(Characters):
+    """As a tokenizer that strips what it is given."""
+
+    def encode(self, text):
+        return super().encode(text.strip())
+
+
+def test_a_document_whose_cut_would_lose_a_space_is_left_alone():
+    text = "ab cd ab ef"
+    change = fim(DropsSpacesAtEnds(), fim_rate=1.0, fim_spm_rate=0.0)
+    room = np.append(codes(text), [EOD] * 5)
+    kinds = []
+    for key in range(200):
+        document = [token for token in change.apply(room, key).tolist() if token >= 0]
+        whole, kind = in_order(document[: document.index(EOD)])
+        assert whole == text
+        kinds.append(kind)
+    # Of the 12 places for a cut 6 are beside a space.
+    assert 20 < kinds.count("prefix first") < 100

@@ -76,6 +76,10 @@ def test_what_differs_is_named(folder):
     ]
     rearranged = fingerprint(*paths(folder), split="9,1,0", fim=(FimConfig(fim_data=True), Characters()))
     assert set(changed(rearranged)) >= {"--fim-rate", "--fim-spm-rate", "--fim-prefix-token"}
+    other = Characters()
+    other.identity = {"type": "Characters", "sha256": "another"}
+    again = fingerprint(*paths(folder), split="9,1,0", fim=(FimConfig(fim_data=True), other))
+    assert {name for name in rearranged if rearranged[name] != again[name]} == {"tokenizer of --fim-data"}
     content = np.fromfile(folder / "b.bin", np.uint16)
     content[123] += 1
     content.tofile(folder / "b.bin")
