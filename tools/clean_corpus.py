@@ -24,6 +24,7 @@ from megatron.corpora.running import (
     unwind_when_terminated,
 )
 from megatron.training.console import run_as_program
+from megatron.training.effects import settle_tokenizer
 from megatron.training.flags import FlagParser, add_flags, build
 
 
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in (InputConfig, OutputConfig, CleanConfig, TokenizerConfig, RunConfig):
         add_flags(parser, section)
     namespace = parser.parse_args(arguments)
+    for note in settle_tokenizer(namespace):
+        print(note, file=sys.stderr)
     try:
         corpus, config, run = (build(cls, namespace) for cls in (InputConfig, CleanConfig, RunConfig))
         cleaning = Cleaning(

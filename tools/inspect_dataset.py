@@ -43,6 +43,7 @@ from megatron.core.datasets.statistics import (
 )
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.console import run_as_program
+from megatron.training.effects import settle_tokenizer
 from megatron.training.flags import FlagParser, add_flags, build
 
 Report = dict[str, Any]
@@ -235,6 +236,8 @@ def main() -> None:
     for section in (InspectConfig, TokenizerConfig):
         add_flags(parser, section)
     namespace = parser.parse_args()
+    for note in settle_tokenizer(namespace):
+        print(note, file=sys.stderr)
     config, tokenizer_config = build(InspectConfig, namespace), build(TokenizerConfig, namespace)
     if config.histogram is not None and len(namespace.prefix) > 1:
         parser.error(f"--histogram {config.histogram}: is one picture; give one prefix")

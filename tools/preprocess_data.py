@@ -21,7 +21,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.corpus import input_files
 from megatron.core.tokenizers.ordered_pool import WorkerDiedError
 from megatron.corpora.preprocessing import PreprocessConfig, Preprocessing
-from megatron.training.effects import tokenizer_flags_without_effect
+from megatron.training.effects import settle_tokenizer, tokenizer_flags_without_effect
 from megatron.training.flags import FlagParser, add_flags, build
 from megatron.training.foreign_flags import PREPROCESSING_FLAGS, add_foreign_flags, judge_foreign_flags
 
@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("; ".join(verdict.refusals))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
     start = time.perf_counter()
+    for note in settle_tokenizer(namespace):
+        print(note, file=sys.stderr)
     try:
         config = build(PreprocessConfig, namespace)
         tokenizer_config = build(TokenizerConfig, namespace)

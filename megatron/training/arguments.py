@@ -12,7 +12,7 @@ from megatron.core.datasets.data_paths import read_path_files
 from megatron.core.datasets.split import DEFAULT_MOCK_SPLIT, DEFAULT_SPLIT
 from megatron.training.checks import UNKNOWN_VOCABULARY, check_vocabulary, validate, with_batch_size
 from megatron.training.config import RunConfig, config_sections
-from megatron.training.effects import flags_without_effect
+from megatron.training.effects import flags_without_effect, settle_tokenizer
 from megatron.training.flags import (
     FlagParser,
     add_flags,
@@ -105,7 +105,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> RunConfig:
         _settle_position_embedding(namespace)
         _settle_recomputation(namespace)
         _refuse_sharding_and_none(namespace, given)
-        notes += _settle_tokenizer(namespace)
+        notes += settle_tokenizer(namespace)
         config = _build_sections(namespace, given)
         config = replace(config, data=read_path_files(config.data))
     except ValueError as error:
@@ -233,14 +233,6 @@ def _refuse_sharding_and_none(namespace: argparse.Namespace, given: frozenset[st
             "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each "
             "other: leave one out"
         )
-
-
-def _settle_tokenizer(namespace: argparse.Namespace) -> list[str]:
-    """Take the tokenizer that two files can only be meant for; a line about it."""
-    if namespace.tokenizer_type is not None or None in (namespace.vocab_file, namespace.merge_file):
-        return []
-    namespace.tokenizer_type = "GPT2BPETokenizer"
-    return ["--tokenizer-type is not given: GPT2BPETokenizer is taken, for --vocab-file and --merge-file"]
 
 
 def _build_sections(namespace: argparse.Namespace, given: frozenset[str]) -> RunConfig:

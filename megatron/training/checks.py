@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron.core.config import ParallelConfig, TransformerConfig
 from megatron.core.datasets.data_paths import split_blends
+from megatron.core.datasets.prefix import check_prefix
 from megatron.core.datasets.split import parse_split
 from megatron.training.batch_size import in_steps
 from megatron.training.config import RunConfig
@@ -46,6 +47,20 @@ def check_vocabulary(config: RunConfig) -> None:
     """
     if config.model.vocab_size is None and config.tokenizer.tokenizer_type is None:
         raise ValueError(UNKNOWN_VOCABULARY)
+
+
+def check_data_files(config: RunConfig) -> None:
+    """Look for the files of all datasets before anything is built, which may take long.
+
+    Raises:
+        ValueError: naming the first prefix without its two files, and what was probably meant.
+    """
+    blends = split_blends(config.data, validation_sets=config.evaluation.multiple_validation_sets)
+    if not config.data.mock_data:
+        for prefix in dict.fromkeys(
+            prefix for blend in blends.values() if blend for prefix in blend.prefixes
+        ):
+            check_prefix(prefix)
 
 
 def divisors(number: int) -> str:

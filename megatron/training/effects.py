@@ -3,6 +3,7 @@
 Launch scripts carry such flags along, so a run starts with them and says so.
 """
 
+import argparse
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -370,6 +371,14 @@ def tokenizer_flags_without_effect(
     reads = f", which reads {' and '.join(files)}" if files else ", which reads no file"
     with_what = f"with --tokenizer-type {kind}{reads}" if kind else "without --tokenizer-type"
     return [_line(flags, with_what)] if flags else []
+
+
+def settle_tokenizer(namespace: argparse.Namespace) -> list[str]:
+    """Take the tokenizer that two files can only be meant for; a line about it."""
+    if namespace.tokenizer_type is not None or None in (namespace.vocab_file, namespace.merge_file):
+        return []
+    namespace.tokenizer_type = "GPT2BPETokenizer"
+    return ["--tokenizer-type is not given: GPT2BPETokenizer is taken, for --vocab-file and --merge-file"]
 
 
 def _asks_for_something(flag: Flag, value: Any) -> bool:

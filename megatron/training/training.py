@@ -19,6 +19,7 @@ from megatron.training.checkpointing import (
     find_source,
     load_run,
 )
+from megatron.training.checks import check_data_files
 from megatron.training.console import configure
 from megatron.training.effects import flags_without_replicas
 from megatron.training.failure import end_interrupted_rank, end_rank, part_of_usage, together
@@ -69,6 +70,7 @@ def pretrain(task: Task, argv: Sequence[str], description: str) -> None:
             tokenizer_vocab_size=tokenizer.vocab_size if tokenizer else None,
             world_size=world.world_size,
         )
+    check_data_files(config)
     if source is not None:
         check_source(source, config)
     runtime = initialize(config, world)

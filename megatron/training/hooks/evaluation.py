@@ -17,6 +17,8 @@ class EvaluationHook(Hook):
 
     def __init__(self, interval: int | None) -> None:
         self._interval = interval
+        self._found: dict[EvaluationData, tuple[int, dict[str, float]]] = {}
+        """Of data that is always read whole: the last iteration with which it was, and the losses."""
 
     def after_step(self, run: Run, outcome: StepOutcome, elapsed_seconds: float) -> None:
         """Evaluate where the interval asks for it."""
@@ -32,7 +34,7 @@ class EvaluationHook(Hook):
                 self._evaluate(run, data, final=True)
 
     def _evaluate(self, run: Run, data: EvaluationData, *, final: bool) -> None:
-        losses = evaluation_losses(run, data)
+        losses = self._losses(run, data)
         if not losses:
             progress_log.warning(
                 " iteration %d: no token of the %s data counts towards the loss: there is none to report",
@@ -46,3 +48,12 @@ class EvaluationHook(Hook):
                 progress.iteration, progress.consumed_samples, data.split, losses, final, data.number
             )
         )
+
+    def _losses(self, run: Run, data: EvaluationData) -> dict[str, float]:
+        iteration, losses = self._found.get(data, (None, {}))
+        if iteration == run.progress.iteration:
+            return losses  # the same samples and the same weights
+        losses = evaluation_losses(run, data)
+        if data.whole:
+            self._found[data] = run.progress.iteration, losses
+        return losses

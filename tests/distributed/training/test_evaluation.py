@@ -147,6 +147,20 @@ def test_full_validation_counts_every_sample_once_each_time(prefix, world, more)
         assert first == again == pytest.approx(expected, rel=1e-12)
 
 
+def test_full_validation_at_the_end_is_not_made_twice(prefix):
+    line = flags(
+        prefix, TINY, "--split", "60,20,20", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1"
+    )
+    ((seen, _),) = run_ranks(1, evaluated_run, [*line, "--full-validation"])
+    assert [(iteration, split, final) for iteration, _, split, _, final in seen] == [
+        (2, "valid", False),
+        (4, "valid", False),
+        (4, "valid", True),
+        (4, "test", True),
+    ]
+    assert seen[1][3] == seen[2][3] != seen[0][3]
+
+
 def loss_of_all_samples(argv):
     """Mean loss of one epoch of the validation split, one sample at a time, from logits, in float64."""
     run = start(argv, torch.float64)
