@@ -182,7 +182,7 @@ PIECES = st.sampled_from([*SPOILED, " ", "\n", "a", "plain text ", "\x80", "\x00
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | PIECES).map("".join))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_repair_of_encoding_is_ftfys_own(text):
     config = ftfy.TextFixerConfig(
         unescape_html=False, fix_latin_ligatures=False, fix_character_width=False, uncurl_quotes=False,
@@ -194,7 +194,7 @@ def test_repair_of_encoding_is_ftfys_own(text):
 
 
 @given(st.text(string.printable + "\x7f\x1b\x00", max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_plain_ascii_needs_no_repair_but_of_control_characters(text):
     kept = "".join(letter for letter in text if letter in string.printable and letter not in "\x0b\x0c")
     if "\x1b[" not in text:
@@ -210,7 +210,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=4), TEXT, TEXT, st.booleans(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_a_line_with_another_text_differs_in_the_text_alone(record, text, other, ascii_only, spaced):
     record = {**record, "text": text}
     separators = (" , ", "\t: ") if spaced else (",", ":")

@@ -13,6 +13,8 @@ from megatron.corpora.signatures import Banding
 from megatron.corpora.work_folder import WorkFolder
 from tests.unit.corpora.tools import last_line, read_corpus, report_of, run, write_corpus
 
+FEW_BANDS = ("--bands", 12, "--rows", 2)
+"""Quick, and they find all but 0.03% of the pairs at the threshold."""
 LEVELS = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
 
 
@@ -75,11 +77,11 @@ def clusters_of(pairs, count):
 
 
 def deduplicate(folder, *flags, work="work"):
-    return run("deduplicate", "--work-folder", folder / work, "--workers", 2, *flags, cwd=folder)
+    return run("deduplicate", "--work-folder", folder / work, "--workers", 1, *flags, cwd=folder)
 
 
 def test_planted_copies_are_found_and_others_are_kept(tmp_path):
-    texts = planted(random.Random(1), 40, 150)
+    texts = planted(random.Random(1), 15, 40)
     path = write_corpus(tmp_path / "in.jsonl", texts)
     report = report_of(
         deduplicate(tmp_path, "--input", path, "--output", "out.jsonl", "--clusters", "clusters.jsonl")
@@ -87,7 +89,7 @@ def test_planted_copies_are_found_and_others_are_kept(tmp_path):
     dropped = read_corpus(tmp_path / "clusters.jsonl")
     found = {(line["kept"]["line"] - 1, line["dropped"]["line"] - 1) for line in dropped}
     above, well_above = similar_pairs(texts, 0.7), similar_pairs(texts, 0.75)
-    assert len(well_above) >= 100
+    assert len(well_above) >= 40
     assert len(found & well_above) >= 0.95 * len(well_above)
     assert len(found & above) >= 0.95 * len(found)
     assert found <= above  # pairs only: no chain through a third document
@@ -120,9 +122,7 @@ def test_what_is_connected_through_others_is_one_cluster_and_its_first_is_kept(t
     texts = [texts[number] for number in order]
     path = write_corpus(tmp_path / "in.jsonl", texts)
     report = report_of(
-        deduplicate(
-            tmp_path, "--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl", "--bands", 60
-        )
+        deduplicate(tmp_path, "--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl", *FEW_BANDS)
     )
     expected = clusters_of(similar_pairs(texts, 0.7), len(texts))
     assert len(set(expected)) == 5  # two chains, a short text twice, and two without words
@@ -137,11 +137,11 @@ def test_what_is_connected_through_others_is_one_cluster_and_its_first_is_kept(t
 
 
 def test_shards_workers_memory_and_files_do_not_matter(tmp_path):
-    texts = planted(random.Random(3), 6, 30)
+    texts = planted(random.Random(3), 3, 10)
     whole = write_corpus(tmp_path / "whole.jsonl", texts)
     report_of(
         deduplicate(
-            tmp_path, "--input", whole, "--output", "out.jsonl", "--clusters", "one.jsonl", "--workers", 1
+            tmp_path, "--input", whole, "--output", "out.jsonl", "--clusters", "one.jsonl", *FEW_BANDS
         )
     )
     lines = whole.read_bytes().splitlines(keepends=True)
@@ -152,7 +152,7 @@ def test_shards_workers_memory_and_files_do_not_matter(tmp_path):
     inputs = ["--input", "a.jsonl", "b.jsonl.gz", "c.jsonl", "--output-folder", "parts"]
 
     def stage(name, *flags):
-        return report_of(deduplicate(tmp_path, *inputs, "--stage", name, *flags, work="shards"))
+        return report_of(deduplicate(tmp_path, *inputs, *FEW_BANDS, "--stage", name, *flags, work="shards"))
 
     for name in ("signatures", "candidates", "sets", "clusters", "filter"):
         shards = (["--memory", 1, "--workers", 3],)
@@ -233,7 +233,7 @@ def test_character_ngrams_compare_scripts_without_spaces(tmp_path):
     text = "".join(chr(0x4E00 + rng.randrange(2000)) for _ in range(300))
     changed = text[:150] + "山" + text[151:]
     path = write_corpus(tmp_path / "in.jsonl", [text, changed])
-    flags = ["--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl"]
+    flags = ["--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl", *FEW_BANDS]
     report_of(deduplicate(tmp_path, *flags, work="words"))
     assert len(read_corpus(tmp_path / "out.jsonl")) == 2  # each text is a single word
     report_of(deduplicate(tmp_path, *flags, "--shingle-unit", "characters", work="characters"))
@@ -246,7 +246,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     texts = planted(random.Random(7), 2, 5)
     for name in ("a", "b"):
         write_corpus(tmp_path / f"{name}.jsonl", texts)
-    flags = ["--input", "a.jsonl", "b.jsonl", "--output", "out.jsonl"]
+    flags = ["--input", "a.jsonl", "b.jsonl", "--output", "out.jsonl", *FEW_BANDS]
     early = deduplicate(tmp_path, *flags, "--stage", "clusters")
     assert early.returncode == 1
     assert "--stage signatures is not done for 2 of 2 files, such as a.jsonl" in last_line(early)
@@ -263,7 +263,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         f"made with another input: b.jsonl has been written since ({size} bytes then, {size} now); give the "
         "same again, or another folder, or delete this one to begin anew"
     ) in last_line(changed)
-    other = deduplicate(tmp_path, "--input", "b.jsonl", "a.jsonl", "--output", "out.jsonl")
+    other = deduplicate(tmp_path, "--input", "b.jsonl", "a.jsonl", *flags[3:])
     assert 'made with another input: "a.jsonl" then, "b.jsonl" now' in last_line(other)
 
 
@@ -297,7 +297,11 @@ def test_recall_of_bands_is_the_formula():
 def test_planted_copies_at_scale(tmp_path):
     texts = planted(random.Random(8), 1000, 4000)
     path = write_corpus(tmp_path / "in.jsonl", texts)
-    report_of(deduplicate(tmp_path, "--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl"))
+    report_of(
+        deduplicate(
+            tmp_path, "--input", path, "--output", "out.jsonl", "--clusters", "c.jsonl", "--workers", 2
+        )
+    )
     found = {
         (json.loads(line)["kept"]["line"] - 1, json.loads(line)["dropped"]["line"] - 1)
         for line in (tmp_path / "c.jsonl").read_text().splitlines()
