@@ -68,12 +68,11 @@ def corpus(prefix, pieces, documents=120):
     """Documents of 4 to 11 sentences of 3 to 30 words."""
     generator = np.random.default_rng(1)
     beginnings = np.flatnonzero(~pieces.continues_word())[4:]
+    tails = np.array(pieces.continuing)
 
     def word():
-        tail = (
-            generator.choice(list(pieces.continuing), generator.integers(0, 4)) if pieces.continuing else ()
-        )
-        return [int(generator.choice(beginnings)), *map(int, tail)]
+        tail = tails[generator.integers(0, len(tails), generator.integers(0, 4))] if pieces.continuing else ()
+        return [int(beginnings[generator.integers(0, len(beginnings))]), *map(int, tail)]
 
     def sentence():
         return joined(word() for _ in range(generator.integers(3, 31)))
