@@ -137,8 +137,9 @@ def test_a_rank_that_lacks_the_data_says_so_and_the_others_end(prefix, tmp_path)
     absent = ["--data-path", str(tmp_path / "absent")]
     job = launch(2, argv, tmp_path, functools.partial(with_flags, 1, absent)).wait(45)
     assert job.codes == [1, 1]
-    assert job.errors[0] == ""
-    assert job.errors[1].startswith(f"[rank 1] error: no dataset at the data path '{tmp_path / 'absent'}'")
+    problem = f"no dataset at the data path '{tmp_path / 'absent'}'"
+    assert job.errors[0].startswith(f"error: rank 1 failed at the start: {problem}")
+    assert job.errors[1] == ""
 
 
 def test_replicas_that_start_from_different_weights_do_not_train(prefix, tmp_path):

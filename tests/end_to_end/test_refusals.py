@@ -158,8 +158,8 @@ def test_wrong_data_paths(prefix, tmp_path):
         job.wait()
         assert job.codes == [1, 1]
         line = one_line(job)
-        assert line.startswith(
-            f"[rank 0] error: no dataset at the data path {path!r}: looked for {path}.idx ("
+        assert line.removeprefix("[rank 0] ").startswith(
+            f"error: no dataset at the data path {path!r}: looked for {path}.idx ("
         )
         assert f"{path}.bin (" in line
         assert hint in line
