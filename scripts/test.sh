@@ -10,4 +10,9 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-python -m pytest "$@"
+if [ $# -gt 0 ]; then
+  python -m pytest "$@"
+else
+  # Two at a time: most tests use one core. The files of a fixture stay together.
+  python -m pytest --numprocesses 2 --dist loadfile
+fi

@@ -51,7 +51,7 @@ class TestSet:
             for number, line in enumerate(chunk.lines, start=chunk.first_line):
                 try:
                     if is_json:
-                        texts = texts_on_line(line, keys)
+                        texts = texts_on_line(line, keys, "--test-json-keys")
                         if texts is not None:
                             yield [text for of_key in texts for text in of_key]
                     elif line.strip():

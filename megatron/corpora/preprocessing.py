@@ -66,6 +66,11 @@ class PreprocessConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.output_prefix.endswith("/"):
+            raise ValueError(
+                f"--output-prefix {self.output_prefix}: names a folder; give the beginning of the files' names "
+                f"in it too, such as {self.output_prefix}corpus"
+            )
         if len(set(self.json_keys)) != len(self.json_keys):
             raise ValueError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice")
 

@@ -170,12 +170,13 @@ class _Held:
         self._line = self._line + len(piece) if last < 0 else len(piece) - last - 1
 
 
-def texts_on_line(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
+def texts_on_line(line: bytes, keys: Sequence[str], flag: str = "--json-keys") -> list[list[str]] | None:
     """For each key the texts that one line holds under it: one string, or the strings of a list.
 
     Args:
         line: one JSON object, in UTF-8.
-        keys: the values of ``--json-keys``.
+        keys: the values of ``flag``.
+        flag: what says which keys to take, for messages.
 
     Returns:
         One list a key; None for a line of white space.
@@ -197,7 +198,7 @@ def texts_on_line(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
         )
         raise ValueError(
             f"no key {', '.join(map(repr, missing))}; the keys present are {shown or 'none'} "
-            "(--json-keys says which to take)"
+            f"({flag} says which to take)"
         )
     return [_strings(key, record[key]) for key in keys]
 
