@@ -68,8 +68,8 @@ class PreprocessConfig:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.output_prefix.endswith("/"):
             raise ValueError(
-                f"--output-prefix {self.output_prefix}: names a folder; give the beginning of the files' names "
-                f"in it too, such as {self.output_prefix}corpus"
+                f"--output-prefix {self.output_prefix}: names a folder; give the beginning of the file names "
+                f"in it, such as {self.output_prefix}corpus"
             )
         if len(set(self.json_keys)) != len(self.json_keys):
             raise ValueError(f"--json-keys {' '.join(self.json_keys)}: a key is given twice")
