@@ -1,6 +1,8 @@
 """What cannot be run is refused before anything is started: in one line, on rank 0, with the way out."""
 
+import itertools
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -140,8 +142,10 @@ def test_wrong_data_paths(prefix, tmp_path):
     jsonl.write_text('{"text": "1 2 3"}\n')
     unreadable = write_corpus(tmp_path / "unreadable")
     os.chmod(f"{unreadable}.bin", 0)
-    for path in (tmp_path, *tmp_path.parents[:2], Path(prefix).parent):
-        path.chmod(0o755)
+    top = Path(tempfile.gettempdir())
+    for path in (tmp_path, Path(prefix).parent):
+        for above in itertools.takewhile(lambda one: one != top, (path, *path.parents)):
+            above.chmod(0o755)
     cases = {
         f"{prefix}.bin": f"Give the prefix without the suffix: {prefix}",
         folder: f"That is a folder; give one of the prefixes in it: {prefix}",
