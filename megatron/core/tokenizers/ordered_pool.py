@@ -1,5 +1,7 @@
 """A function applied to many items by several processes, the results in the order of the items."""
 
+import contextlib
+import gc
 import multiprocessing
 import signal
 from collections import deque
@@ -54,7 +56,8 @@ class OrderedPool(Generic[Item, Result]):
             process = context.Process(
                 target=_work, args=(function, task_reader, result_writer, ours), daemon=True
             )
-            process.start()
+            with _undisturbed_fork():
+                process.start()
             # From here on each end is held by one process: workers forked later do not inherit this worker's
             # ends, and close the parent's.
             task_reader.close()
@@ -151,12 +154,31 @@ class OrderedPool(Generic[Item, Result]):
         return WorkerDiedError(f"worker process {worker.process.pid} {how}{hint}")
 
 
+@contextlib.contextmanager
+def _undisturbed_fork() -> Iterator[None]:
+    """Fork without collecting garbage in the child.
+
+    What lies there are copies of the parent's objects, some of which (of libraries with threads of their own)
+    cannot be taken apart in another process. Frozen, they are left alone for good.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
 def _work(
     function: Callable[[Any], Any],
     tasks: "Connection[Any, Any]",
     results: "Connection[Any, Any]",
     inherited: "list[Connection[Any, Any]]",
 ) -> None:
+    gc.enable()
     for end in inherited:
         end.close()  # the parent's; while one is open here, the parent's death would go unnoticed
     signal.signal(
