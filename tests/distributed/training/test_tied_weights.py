@@ -22,11 +22,9 @@ from tests.training_harness import SHAPES, VOCAB, flags, start, write_corpus
 
 EMBEDDING, OUTPUT = "model.embedding.word_embeddings.weight", "model.output_layer.weight"
 TOKENS = torch.arange(64).reshape(2, 32) * 7 % VOCAB
-# Where the first and the last part of the model lie: on two ranks, on one rank (the V), split over tp.
+# Where the first and the last part of the model lie: on one rank (the V), divided over replicas.
 RESUMED = {
-    "pp2": layout(1, 2),
     "zb_v": [*layout(1, 2), "--pipeline-schedule=zb-v"],
-    "tp2_sp": [*layout(2, 1), "--sequence-parallel"],
     "zero3": ["--data-parallel-sharding-strategy=optim_grads_params"],
 }
 
