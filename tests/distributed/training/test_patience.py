@@ -1,6 +1,7 @@
 """Ranks that wait for slower ones without a collective."""
 
 import datetime
+import logging
 import time
 
 import pytest
@@ -43,6 +44,16 @@ def test_work_may_outlast_the_timeout_of_collectives_on_one_rank_alone(tmp_path,
 def test_whoever_gives_up_says_what_was_slow():
     with pytest.raises(TimeoutError, match=r"1 of 2 ranks are not through with building, .* tools/prepare"):
         wait_for_ranks(dist.HashStore(), 2, "building", limit=0.01)
+
+
+def test_only_the_first_to_come_says_that_ranks_wait(caplog):
+    store = dist.HashStore()
+    for warnings in (1, 0):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="megatron"), pytest.raises(TimeoutError):
+            wait_for_ranks(store, 3, "building", limit=0.01, report_seconds=0.0)
+        assert bool(caplog.messages) is bool(warnings)
+        assert all(": building" in message for message in caplog.messages)
 
 
 def test_a_lone_rank_waits_for_nobody():
